@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import fmean
 from typing import Any, Literal
 
 from pipelinerl_core.config import RunConfig, stored_config
@@ -40,6 +41,11 @@ _BIASED = 0.9
 # Share of the tokens of trained groups that the lag rule masks from which the advice names the settings.
 _MASKED = 0.1
 _NAMED_STEPS = 5
+# Share of the trained tokens beyond a bound of the loss from which the advice names the bounds; GSPO's paper: 0.15.
+_CLIPPED = 0.2
+_CLIPPED_STEPS = 20
+_BOUNDS = ("clip_low", "clip_high", "ratio_min", "ratio_max", "divergence_max", "sequence_ratio_max",
+           "negative_kl_max")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +99,22 @@ def quarantine_advice(commits: Sequence[Commit]) -> str:
         f"Loss or gradient was not finite{where if steps else ''}: {num_tokens:,} tokens were quarantined and other "
         "groups were trained. Their rows are in quarantined/. In the next run, set learner.lr or learner.clip_norm "
         "lower."
+    )
+
+
+def clipped_advice(commits: Sequence[Commit], config: Mapping[str, Any]) -> str:
+    """The share of the tokens of the newest steps that the bounds of the loss cut, and the keys of the bounds,
+    without a full stop; empty if the share is small."""
+    key, run = "importance/ratio_clipped_fraction", _read(config)
+    shares = [commit.metrics[key] for commit in commits[-_CLIPPED_STEPS:] if key in commit.metrics]
+    if run is None or not shares or (share := fmean(shares)) <= _CLIPPED:
+        return ""
+    loss = run.loss
+    bounds = [f"loss.{name} (now {getattr(loss, name):g})" for name in _BOUNDS if getattr(loss, name, 0)]
+    return (
+        f"{share:.0%} of the trained tokens are beyond a bound of loss.kind={loss.kind} ({key}), where they have "
+        f"no or a smaller gradient. Set wider bounds, {', '.join(bounds)}, until the share is a few percent, or "
+        f"schedule.max_lag lower (now {run.schedule.max_lag})"
     )
 
 

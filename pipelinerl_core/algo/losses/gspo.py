@@ -11,13 +11,15 @@ def gspo(tokens: TrainedTokens, config: GspoLoss) -> LossSums:
     The mean is over the trained tokens of the rollout. Every token has the term of its rollout, so loss_weights of a
     rollout that add up to 1 / rollouts (loss.normalization=sequence) give the paper's objective.
 
-    With loss.advantage=turn and value the tokens of a rollout have different advantages, and the loss is the paper's
-    GSPO-token: s has the same value, but the gradient reaches each token through the log ratio of this token.
-    With the gradient of the mean, a token would change the terms of all tokens equally, and the rollout would be
-    credited with the mean advantage of its tokens. Revision 1 computed this mean for loss.advantage=value.
+    This is the paper's GSPO-token: s has the value of GSPO, but the gradient reaches each token through the log ratio
+    of this token. With equal advantages in a rollout this gradient equals GSPO's. With different advantages (of
+    turns, values or a teacher) the gradient of the mean would change the terms of all tokens equally, and so credit
+    every token with the mean advantage of the rollout.
+
+    Revision 2 took the mean unless loss.advantage is turn or value, revision 1 unless it is turn.
     """
     log_ratio_M = tokens.sequence_means(tokens.log_ratio_M)
-    if config.advantage == "turn" or (config.advantage == "value" and config.revision > 1):
+    if config.revision > 2 or config.advantage == "turn" or (config.advantage == "value" and config.revision > 1):
         log_ratio_M = log_ratio_M.detach() + (tokens.log_ratio_M - tokens.log_ratio_M.detach())
     values_M, is_clipped_M = surrogate(log_ratio_M.exp(), tokens.advantages_M, config)
     return tokens.sums(-values_M, is_clipped_M)

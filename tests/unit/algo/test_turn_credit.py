@@ -195,18 +195,19 @@ def test_the_ratio_of_gspo_stays_that_of_the_rollout():
     assert sums.clipped.item() == 0
 
 
-def test_gspo_of_one_turn_is_gspo():
+def test_with_equal_advantages_in_a_rollout_the_gradient_of_gspo_is_that_of_the_mean():
     rng = np.random.default_rng(3)
     rollouts = [turned(index, (), float(rng.random()), int(rng.integers(2, 9))) for index in range(6)]
     found = []
-    for kind in ("leave_one_out", "turn"):
-        loss = load_config("quickstart", ["loss.kind=gspo", f"loss.advantage={kind}", "loss.clip_high=0.1"]).loss
+    for revision in (2, 3):
+        changes = ("loss.kind=gspo", "loss.clip_low=1e-3", "loss.clip_high=0.1", f"loss.revision={revision}")
+        loss = load_config("quickstart", changes).loss
         batch = collate(recorded(rows_of(config(loss=loss), rollouts)), range(6))
         noise = torch.linspace(-0.3, 0.35, len(batch.target_ids_N))
         found.append(gradients(batch, loss, trainer_logprobs_N=batch.rollout_logprobs_N + noise))
-    (whole, wanted), (by_turn, gradient) = found
-    assert by_turn.loss.item() == whole.loss.item()
-    assert by_turn.clipped.item() == whole.clipped.item() > 0
+    (whole, wanted), (by_token, gradient) = found
+    assert by_token.loss.item() == whole.loss.item()
+    assert by_token.clipped.item() == whole.clipped.item() > 0
     torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-7)
 
 

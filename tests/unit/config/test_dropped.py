@@ -8,7 +8,7 @@ import pytest
 
 from pipelinerl_core.config import RunConfig, known_keys, load_config, resume_config, stored_config
 from pipelinerl_core.config.dropped import DROPPED
-from pipelinerl_core.config.losses import ReinforceLoss
+from pipelinerl_core.config.losses import GspoLoss, ReinforceLoss
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.report.advice import Evidence, advice
 from pipelinerl_core.run.context import note_resume, open_run
@@ -75,7 +75,9 @@ def test_the_command_line_and_a_file_end_with_exit_code_2(tmp_path):
 
 def test_a_run_from_before_a_change_of_the_objective_keeps_its_objective():
     stored = load_config("quickstart", ["loss.kind=gspo"]).model_dump(mode="json")
-    assert (stored_config(stored).loss.revision, stored_config(stored).loss.dual_clip) == (2, 3.0)
+    assert (stored_config(stored).loss.revision, stored_config(stored).loss.dual_clip) == (3, 3.0)
+    stored["loss"] |= {"revision": 2, "clip_low": 3e-4, "clip_high": 4e-4}
+    assert stored_config(stored).loss == GspoLoss(revision=2, clip_low=3e-4, clip_high=4e-4)
     del stored["loss"]["revision"], stored["loss"]["dual_clip"]
     assert (stored_config(stored).loss.revision, stored_config(stored).loss.dual_clip) == (1, 0.0)
     assert stored_config({}).loss == ReinforceLoss(revision=1)

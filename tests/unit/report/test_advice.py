@@ -3,8 +3,11 @@
 import pytest
 
 from pipelinerl_core.report import utilization
-from pipelinerl_core.report.advice import Evidence, advice, bottleneck, quarantine_advice
+from pipelinerl_core.report.advice import Evidence, advice, bottleneck, clipped_advice, quarantine_advice
 from pipelinerl_core.report.document import build_report
+from pipelinerl_core.report.live_view import status_of
+from pipelinerl_core.run.follow import RunFollower
+from pipelinerl_core.run.records import Commit
 from pipelinerl_core.testing.synthetic_run import Shape, make_commit, write_run
 from pipelinerl_core.types import LengthTotals
 from tests.builders import commit_record
@@ -151,6 +154,37 @@ def test_a_quarantine_is_named_with_its_steps():
     ]
     assert "not finite at step 2, 4: 120 tokens were quarantined" in quarantine_advice(commits)
     assert quarantine_advice(commits[:2]) == quarantine_advice([]) == ""
+
+
+def clipped(*shares):
+    return [commit_record(step, 1, metrics={"importance/ratio_clipped_fraction": one} if one is not None else {})
+            for step, one in enumerate(shares)]  # fmt: skip
+
+
+def test_bounds_that_cut_many_tokens_are_named_whatever_the_lengths_allow():
+    found = {**config(), "loss": {"kind": "gspo", "negative_kl_max": 0.1}, "rollouts": {"max_tokens": 4000}}
+    text = clipped_advice(clipped(None, 0.2, 0.4), found)
+    assert text.startswith("30% of the trained tokens are beyond a bound of loss.kind=gspo")
+    assert "loss.clip_low (now 0.02), loss.clip_high (now 0.02), loss.negative_kl_max (now 0.1), until" in text
+    assert text.endswith("schedule.max_lag lower (now 4)")
+    # The share of the newest 20 steps counts.
+    assert clipped_advice(clipped(*[0.9] * 30, *[0.1] * 20), found) == ""
+    assert [clipped_advice(few, found) for few in (clipped(0.2), clipped(None), [])] == ["", "", ""]
+    assert clipped_advice(clipped(0.9), {"engine": {"warp": 9}}) == ""
+
+
+def test_status_and_report_show_the_share_that_was_measured(store):
+    write_run(store, Shape(steps=6))
+    for key in store.list("commits"):
+        record = Commit.model_validate_json(store.get(key))
+        metrics = {**record.metrics, "importance/ratio_clipped_fraction": 0.25}
+        store.delete([key])
+        store.put(key, record.model_copy(update={"metrics": metrics}).model_dump_json().encode())
+    follower = RunFollower(store)
+    follower.refresh()
+    for text in (status_of(follower, None)["warning"], build_report(store)["advice"]):
+        assert "25% of the trained tokens are beyond a bound of loss.kind=reinforce" in text
+        assert "loss.ratio_max (now 5)" in text
 
 
 def test_masked_tokens_are_named_although_the_lengths_show_no_bias():

@@ -60,14 +60,6 @@ def test_a_learner_that_is_not_installed_is_refused_before_anything_starts(monke
     checks.check_learner(config("learner.kind=deepspeed", "placement.kind=work_pools"))
 
 
-def test_bounds_of_gspo_for_long_completions_are_a_warning_with_short_ones():
-    (line,) = checks.check_loss(config("loss.kind=gspo"))
-    assert "loss.clip_high=0.0004" in line
-    assert "rollouts.max_tokens=80: most tokens would be clipped. Set loss.clip_low and loss.clip_high higher" in line
-    for overrides in (["loss.kind=gspo", "loss.clip_high=0.1"], ["loss.kind=gspo", "rollouts.max_tokens=4000"], []):
-        assert checks.check_loss(config(*overrides)) == []
-
-
 def test_completions_longer_than_the_models_context_are_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 64, "vocab_size": 8}')
     model = f"model.path={tmp_path}"
