@@ -158,7 +158,7 @@ class _BareLoop:
         self._num_prompt = prompts.shape[1]
         self._weights = torch.tensor([row.loss_weight * row.advantage for row in rows])
         self._masters = [parameter.detach().float() for parameter in self._model.parameters()]
-        self._adam = torch.optim.AdamW(self._masters, lr=config.learner.lr, weight_decay=0.0, fused=True)
+        self._adam = torch.optim.AdamW(self._masters, lr=config.learner.peak_lr, weight_decay=0.0, fused=True)
 
     def __call__(self) -> None:
         for start in range(0, len(self._ids), _MICRO_ROWS):

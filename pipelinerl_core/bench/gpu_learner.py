@@ -19,7 +19,7 @@ from pipelinerl_core.batching.collate import PackBatcher, num_forward_tokens
 from pipelinerl_core.bench.engine_load import random_model, random_rollout
 from pipelinerl_core.bench.sizes import SIZES
 from pipelinerl_core.config.sections import EngineConfig, RolloutsConfig, RunConfig
-from pipelinerl_core.config.training import TrainerConfig
+from pipelinerl_core.config.training import LearnerConfig, TrainerConfig
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import ModelDimensions, model_dimensions, prepare_model
 from pipelinerl_core.types import TrainingRow
@@ -114,6 +114,7 @@ def step_of(size: str, pack_tokens: int, *, uneven: bool = False) -> tuple[RunCo
         trainer=TrainerConfig(groups_per_step=num_groups, pack_tokens=pack_tokens),
         rollouts=RolloutsConfig(group_size=GROUP_SIZE, max_tokens=length),
         engine=EngineConfig(concurrency=GROUP_SIZE),
+        learner=LearnerConfig(lr=1e-4),
     )
     groups = [[rollout(group, index) for index in range(GROUP_SIZE)] for group in range(num_groups)]
     return config, assemble_rows(1, groups, config).rows

@@ -19,7 +19,7 @@ from pipelinerl_core.batching.pack import Packing, pack
 from pipelinerl_core.bench.engine_load import random_rollout
 from pipelinerl_core.bench.sizes import SIZES
 from pipelinerl_core.config.sections import EngineConfig, RolloutsConfig, RunConfig
-from pipelinerl_core.config.training import TrainerConfig
+from pipelinerl_core.config.training import LearnerConfig, TrainerConfig
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import head_weight, hidden_states, prepare_model
 from pipelinerl_core.training.optimizer import make_adam
@@ -56,7 +56,7 @@ class Workload:
         )
         rollouts = RolloutsConfig(group_size=self.group_size, max_tokens=self.max_tokens)
         engine = EngineConfig(concurrency=self.group_size)
-        return RunConfig(trainer=trainer, rollouts=rollouts, engine=engine)
+        return RunConfig(trainer=trainer, rollouts=rollouts, engine=engine, learner=LearnerConfig(lr=1e-4))
 
     def groups(self) -> list[list[Rollout]]:
         """Rollouts of random tokens by group; every call returns equal rollouts."""

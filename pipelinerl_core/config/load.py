@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from pipelinerl_core.config.default_rate import choose_rate
 from pipelinerl_core.config.dropped import DROPPED, without_dropped
 from pipelinerl_core.config.dtype import choose_dtype
 from pipelinerl_core.config.sections import RowPrompts, RunConfig
@@ -91,13 +92,17 @@ def _resumable_text() -> str:
 
 
 def build_config(values: dict[str, Any]) -> RunConfig:
-    """Validate a nested mapping and choose the data type for model.dtype=auto; raises ConfigError with one line."""
+    """Validate a nested mapping and choose model.dtype and learner.lr if they are auto; raises ConfigError with one
+    line."""
     try:
         config = RunConfig.model_validate(values)
-        if config.model.dtype != "auto":
-            return config
-        chosen = {**values, "model": {**values["model"], "dtype": choose_dtype(config)}}
-        return RunConfig.model_validate(chosen)  # again, because rules between sections read model.dtype
+        if config.model.dtype == "auto":
+            chosen = {**values, "model": {**values["model"], "dtype": choose_dtype(config)}}
+            config = RunConfig.model_validate(chosen)  # again, because rules between sections read model.dtype
+        if config.learner.lr == "auto":
+            learner = config.learner.model_copy(update={"lr": choose_rate(config)})
+            config = config.model_copy(update={"learner": learner})
+        return config
     except ValidationError as error:
         details = [detail for detail in error.errors() if detail["loc"][-1:] != (_AUTO,)]
         raise ConfigError("; ".join(_explain(detail, values) for detail in details)) from None

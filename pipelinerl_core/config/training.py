@@ -1,10 +1,10 @@
 """Sections of the optimizer steps; the text below a field is its help."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipelinerl_core.config.section import Section
+from pipelinerl_core.config.section import Auto, Section
 
 
 class TrainerConfig(Section):
@@ -73,8 +73,10 @@ class LearnerConfig(Section):
     """LoRA scale: adapters are multiplied by lora_alpha / lora_rank; 0: 2 * lora_rank, a factor of 2."""
     lora_targets: tuple[str, ...] = ()
     """Names of the decoder's linear layers that get LoRA adapters, such as q_proj; empty: all linear layers."""
-    lr: float = Field(1e-4, gt=0)
-    """Peak learning rate of AdamW. Lower if the loss or the KL divergence grows; LoRA takes about 10 times more."""
+    lr: Auto | Annotated[float, Field(gt=0)] = "auto"
+    """Peak learning rate of AdamW, above 0; auto: 1e-6, or 1e-4 for a model of fewer than 0.1 billion parameters; ten
+    times as much with LoRA. Chosen when the configuration is read, and stored with the run. Lower if the loss or the
+    KL divergence grows."""
     warmup_steps: int = Field(10, ge=0)
     """Steps over which the learning rate rises linearly to its peak."""
     final_lr_share: float = Field(1.0, ge=0, le=1)
@@ -92,6 +94,12 @@ class LearnerConfig(Section):
     """Decoupled weight decay of AdamW, a factor of the learning rate; 0: none."""
     clip_norm: float = Field(0.3, gt=0)
     """Global L2 norm to which larger gradients are scaled down. Lower if single steps disturb the training."""
+
+    @property
+    def peak_lr(self) -> float:
+        """lr; `build_config` has replaced auto."""
+        assert self.lr != "auto"
+        return self.lr
 
     @property
     def lora_scale(self) -> float:

@@ -161,7 +161,7 @@ def train(task: PeerTask, settings: Any) -> None:
     config = task.config
     optimizer = make_adam(list(task.model.parameters()), config.learner)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda done: learning_rate(done + 1, config.learner, config.trainer.steps) / config.learner.lr
+        optimizer, lambda done: learning_rate(done + 1, config.learner, config.trainer.steps) / config.learner.peak_lr
     )
     num_prompts = config.trainer.steps * config.trainer.groups_per_step
     dataset = Dataset.from_list([{"prompt": task.prompt(i).text, "index": i} for i in range(num_prompts)])

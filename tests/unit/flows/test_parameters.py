@@ -31,7 +31,9 @@ def field_of(key):
 
 
 def bounds(field):
-    return {type(rule).__name__: rule for rule in field.metadata}
+    """Of a field, or of the number in a field that is auto or a number."""
+    number = next((one.__metadata__[0] for one in get_args(field.annotation) if hasattr(one, "__metadata__")), field)
+    return {type(rule).__name__: rule for rule in number.metadata}
 
 
 def test_the_form_offers_every_loss():

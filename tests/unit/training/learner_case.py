@@ -39,7 +39,7 @@ def config(pack_tokens=2048, loss=ReinforceLoss(ratio_max=1.5), **learner):  # n
         trainer=TrainerConfig(pack_tokens=pack_tokens),
         rollouts=RolloutsConfig(temperature=TEMPERATURE),
         loss=loss,
-        learner=LearnerConfig(**{"clip_norm": 1e9, **learner}),
+        learner=LearnerConfig(**{"lr": 1e-4, "clip_norm": 1e9, **learner}),
     )
 
 

@@ -76,7 +76,7 @@ def test_forward_and_backward_of_a_pack_stay_on_the_device_of_the_model():
         num_sequences=batch.layout.num_sequences,
         lags_N=batch.versions_N,
     )
-    optimizer = MasterOptimizer(dict(model.named_parameters()), LearnerConfig())
+    optimizer = MasterOptimizer(dict(model.named_parameters()), LearnerConfig(lr=1e-4))
     for kind in LOSSES:
         sums = compute_loss(tokens, build_config({"loss": {"kind": kind, "entropy_bonus": 0.1}}).loss)
         gradients = torch.autograd.grad(sums.loss, optimizer.parameters, allow_unused=True, retain_graph=True)
