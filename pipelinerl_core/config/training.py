@@ -86,8 +86,8 @@ class LearnerConfig(Section):
     """Multiply the learning rate of each step by min(1, sqrt(ess_sequence / reference)): smaller steps on data that
     few rollouts dominate (VCPO). Set if a high lag makes the training unstable."""
     ess_reference: float = Field(0.0, ge=0, le=1)
-    """ess_scaling: importance/ess_sequence of data on policy; 0: measured in step 1, which is always on
-    policy. Set to repeat the reference of another run."""
+    """ess_scaling: importance/ess_sequence of data on policy; 0: measured in step 1, which is always on policy, and
+    scaled to the length of the rollouts of each step. Set to repeat the reference of another run."""
     beta2: float = Field(0.95, gt=0, lt=1)
     """Decay rate of AdamW's second moment. Lower to adapt faster to changing gradients."""
     weight_decay: float = Field(0.0, ge=0)

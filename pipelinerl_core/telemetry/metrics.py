@@ -147,6 +147,7 @@ _DECLARED = (
     Metric("importance/ess", "share", "(sum w)^2 / (n sum w^2) over sampled tokens",
            "Effective sample size of the untruncated token ratios: 1 is on-policy."),
     Metric("importance/ess_sequence", "share", "the same over rollouts", "Ratio of a rollout: the product."),
+    Metric("importance/sequence_tokens", "tokens", "mean over rollouts", "Sampled tokens in the ratio of a rollout."),
     Metric("importance/ratio_mean", "ratio", "mean over trained tokens", "Trainer over rollout probability."),
     Metric("importance/ratio_clipped_fraction", "share", "mean over trained tokens",
            "Tokens whose ratio the loss truncates, clips or masks."),

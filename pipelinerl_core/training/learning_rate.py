@@ -8,7 +8,7 @@ from pipelinerl_core.config.sections import RunConfig
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.training.optimizer import learning_rate
 
-_STATE = "ess_reference"
+_REFERENCE, _TOKENS = "ess_reference", "ess_tokens"
 
 
 class LearningRate:
@@ -16,15 +16,23 @@ class LearningRate:
 
     The factor is from VCPO (arXiv:2602.17616). The learners compute ess_sequence of the step's own data, from
     untruncated ratios, after the backward passes and before the step of the optimizer. Every rank computes the factor
-    from the same gathered numbers. The reference is learner.ess_reference, or ess_sequence of step 1: version 0
-    sampled all tokens of step 1, so only different arithmetic of engine and trainer lowers this ess_sequence. The
-    reference is part of a checkpoint.
+    from the same gathered numbers. The reference is learner.ess_reference, or follows from step 1: version 0 sampled
+    all tokens of step 1, so only different arithmetic of engine and trainer lowers its ess_sequence. Later steps also
+    have tokens of other versions, so they do not count. With independent noise of standard deviation s per token, the
+    log ratio of a rollout of L tokens has the variance L s^2, and log ess_sequence is -L s^2. The rollouts of step 1
+    are short, because they ended first; hence the reference of a step is
+
+        ess_sequence of step 1 ^ (mean tokens of this step / mean tokens of step 1)
+
+    What step 1 has measured is part of a checkpoint.
     """
 
     def __init__(self, config: RunConfig) -> None:
         self._learner = config.learner
         self._num_steps = config.trainer.steps
-        self._measured: float | None = None
+        # Runs that were recorded with an earlier revision have the ess_sequence of step 1 as the reference.
+        self._is_per_token = config.loss.revision > 2
+        self._first: dict[str, float] = {}
 
     def at(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Metrics of the rate of a step, from the metrics of the step's data: train/learning_rate, and with
@@ -33,23 +41,28 @@ class LearningRate:
         Raises ConfigError if the reference is neither set nor measured.
         """
         if step == 1:
-            self._measured = metrics["importance/ess_sequence"]
+            self._first = {
+                _REFERENCE: metrics["importance/ess_sequence"],
+                _TOKENS: metrics["importance/sequence_tokens"],
+            }
         rate = learning_rate(step, self._learner, self._num_steps)
         if not self._learner.ess_scaling:
             return {"train/learning_rate": rate}
-        reference = self._learner.ess_reference or self._measured
+        reference = self._learner.ess_reference or self._first.get(_REFERENCE)
         if reference is None:
             raise ConfigError(
                 "learner.ess_scaling=true: the checkpoint has no effective sample size of step 1, because an earlier "
                 "version wrote it. Set learner.ess_reference, or start from step 1"
             )
+        if self._is_per_token and not self._learner.ess_reference and _TOKENS in self._first:
+            reference **= metrics["importance/sequence_tokens"] / self._first[_TOKENS]
         factor = min(1.0, math.sqrt(metrics["importance/ess_sequence"] / reference))
         return {"train/learning_rate": rate * factor, "control/lr_factor": factor}
 
     def state(self) -> dict[str, float]:
         """Values for a checkpoint."""
-        return {} if self._measured is None else {_STATE: self._measured}
+        return dict(self._first)
 
     def load_state(self, values: Mapping[str, Any]) -> None:
         """The inverse of `state`."""
-        self._measured = float(values[_STATE]) if _STATE in values else None
+        self._first = {name: float(values[name]) for name in (_REFERENCE, _TOKENS) if name in values}

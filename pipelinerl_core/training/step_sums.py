@@ -96,6 +96,7 @@ class StepSums:
         sums = tuple([*one, *other] for one, other in zip(sums, known, strict=True))
         total = dict(zip((*_OF_PACK, *_KNOWN), map(sum, zip(*sums, strict=True)), strict=True))
         num_trained, num_sampled = max(1.0, total["num_trained"]), max(1.0, total["num_sampled"])
+        num_sequences = max(1.0, sum(EssTerms(*terms).num for terms in sequence_terms))
         metrics = {
             "train/loss": total["loss"],
             # The norms are equal. If one is not finite, every rank must find this, so that all ranks refuse the step.
@@ -103,6 +104,7 @@ class StepSums:
             "importance/kl": total["kl"] / num_trained,
             "importance/ess": total_ess([EssTerms(*terms) for terms in token_terms]),
             "importance/ess_sequence": total_ess([EssTerms(*terms) for terms in sequence_terms]),
+            "importance/sequence_tokens": num_sampled / num_sequences,
             "importance/ratio_mean": total["ratio"] / num_trained,
             "importance/ratio_clipped_fraction": total["clipped"] / num_trained,
             **difference_metrics([sum(column) for column in zip(*differences, strict=True)]),

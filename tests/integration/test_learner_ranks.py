@@ -196,7 +196,7 @@ def test_a_step_is_that_of_the_torch_learner(one, found, wanted):
     for name in ("train/loss", *importance, "policy/entropy", "train/trained_tokens", "train/tokens"):
         assert last[name] == pytest.approx(stats[name], rel=1e-5, abs=1e-6), name
     reference = told["values"].pop("ess_reference")
-    assert told["values"] == {"version": step}
+    assert told["values"] == {"version": step, "ess_tokens": told["steps"][0]["importance/sequence_tokens"]}
     if step == 1:
         assert reference == last["importance/ess_sequence"]
     if kind == "ess":

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,8 +16,8 @@ def rate_of(**learner):
     return LearningRate(build_config({"learner": {"lr": 0.01, "warmup_steps": 0, **learner}}))
 
 
-def figures(ess_sequence):
-    return {"importance/ess_sequence": ess_sequence}
+def figures(ess_sequence, num_tokens=10.0):
+    return {"importance/ess_sequence": ess_sequence, "importance/sequence_tokens": num_tokens}
 
 
 def test_the_factor_is_the_root_of_ess_over_the_reference_and_never_above_1():
@@ -41,6 +42,41 @@ def test_the_reference_is_part_of_a_checkpoint_also_without_the_control():
     later.load_state({"version": 7})  # a checkpoint of an earlier version
     with pytest.raises(ConfigError, match=r"no effective sample size of step 1.* Set learner\.ess_reference"):
         later.at(8, figures(0.16))
+
+
+def test_the_reference_grows_with_the_length_of_the_rollouts():
+    rate = rate_of(ess_scaling=True)
+    rate.at(1, figures(0.9, 100.0))
+    # 0.9 per 100 tokens is 0.9 ** 3 = 0.729 at 300: half of it lowers the rate, the noise alone does not.
+    assert rate.at(2, figures(0.729, 300.0))["control/lr_factor"] == pytest.approx(1.0)
+    assert rate.at(3, figures(0.729 / 4, 300.0))["control/lr_factor"] == pytest.approx(0.5)
+    given = rate_of(ess_scaling=True, ess_reference=0.8)
+    given.at(1, figures(0.9, 100.0))
+    assert given.at(2, figures(0.2, 300.0))["control/lr_factor"] == pytest.approx(0.5)
+
+
+def test_noise_of_bfloat16_on_long_rollouts_does_not_lower_the_rate():
+    # Lengths of docs/scheduling.md: lognormal, and step 1 has the groups that ended first, a third as long.
+    generator = np.random.default_rng(0)
+
+    def on_policy(mean_tokens):
+        lengths = mean_tokens * generator.lognormal(-0.18, 0.6, 512)
+        weights = np.exp(generator.normal(-lengths * 0.02**2 / 2, np.sqrt(lengths) * 0.02))
+        return figures(weights.sum() ** 2 / (512 * (weights**2).sum()), lengths.mean())
+
+    rate = rate_of(ess_scaling=True)
+    rate.at(1, on_policy(300.0))
+    assert np.mean([rate.at(step, on_policy(880.0))["control/lr_factor"] for step in range(2, 40)]) > 0.96
+
+
+def test_a_run_from_before_revision_3_keeps_the_reference_of_step_1():
+    old = LearningRate(
+        build_config({"learner": {"lr": 0.01, "warmup_steps": 0, "ess_scaling": True}, "loss": {"revision": 2}})
+    )
+    old.at(1, figures(0.8, 100.0))
+    assert old.at(2, figures(0.2, 300.0))["control/lr_factor"] == pytest.approx(0.5)
+    old.load_state({"version": 1, "ess_reference": 0.8})  # as that release wrote it
+    assert old.at(2, figures(0.2, 300.0))["control/lr_factor"] == pytest.approx(0.5)
 
 
 def started(**learner):
@@ -68,7 +104,8 @@ def test_steps_after_a_checkpoint_have_the_same_bits():
     data = [rows_of(config(), seed=seed) for seed in (4, 5, 6, 2)]  # the first has the largest ess
     found = [first.step(rows) for rows in data[:2]]
     state = first.state()
-    assert state[1] == {"version": 2, "ess_reference": found[0]["importance/ess_sequence"]}
+    names = {"ess_reference": "importance/ess_sequence", "ess_tokens": "importance/sequence_tokens"}
+    assert state[1] == {"version": 2, **{key: found[0][name] for key, name in names.items()}}
     found += [first.step(rows) for rows in data[2:]]
     factors = [metrics["control/lr_factor"] for metrics in found]
     assert factors[0] == 1.0
