@@ -117,6 +117,10 @@ class EnvironmentFailed(RewardError):
     """An episode has no result: the environment failed, or a conversation could not be turned into tokens."""
 
 
+class EnvironmentTimeout(EnvironmentFailed):
+    """The environment took more than environment.call_seconds or environment.episode_seconds."""
+
+
 class OutOfMemory(PipelineRLError):
     """A GPU had no memory left, in a process that has completed optimizer steps before."""
 

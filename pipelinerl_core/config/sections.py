@@ -100,6 +100,10 @@ class RowPrompts(PromptsSection):
     set of one's own. 0: a twentieth, but at least 16 prompts, or a fifth of fewer than 80."""
 
 
+FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+"""Endings of the name of a file of rows."""
+
+
 class FilePrompts(RowPrompts):
     """Rows of a JSON, CSV or Parquet file."""
 
@@ -207,11 +211,15 @@ class EnvironmentConfig(Section):
     """Environment processes per actor; each plays many episodes at once on one core. Raise if the environments
     compute for longer than the model."""
     call_seconds: float = Field(30, gt=0)
-    """Seconds that the environment may take between a turn of the model and its next message; then the episode is an
-    error. Raise for slow environments."""
+    """Seconds that the environment may take between a turn of the model and its next message; then the episode ends
+    with timeout_reward. Raise for slow environments."""
     episode_seconds: float = Field(600, gt=0)
-    """Seconds that the environment may take during one episode, without the time of the model; then the episode is an
-    error."""
+    """Seconds that the environment may take during one episode, without the time of the model; then the episode ends
+    with timeout_reward."""
+    timeout_reward: float = Field(0.0, ge=-1e9, le=1e9)
+    """Reward of an episode whose environment takes more than call_seconds or episode_seconds, so that a policy does
+    not gain by making the environment hang. Such episodes also count in the rule of 20 % errors. Set below the lowest
+    reward of the environment if that is negative."""
     max_turns: int = Field(32, ge=1)
     """Turns of the model per episode at most; then the episode is cut and has reward 0, unless the class handles
     BudgetSpent."""

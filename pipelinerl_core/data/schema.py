@@ -93,7 +93,12 @@ _ROLLOUT_FIELDS = [
     _field("reward", pa.float32(), "Score; null with outcome error.", nullable=True),
     _field("outcome", pa.string(), "scored, or error when the verifier failed."),
     _field("finish_reason", pa.string(), "stop, length or abort."),
-    _field("error", pa.string(), "Error of the verifier, one line; null without an error.", nullable=True),
+    _field(
+        "error",
+        pa.string(),
+        "Error of the verifier, one line; null without an error. With outcome scored: the environment took too long.",
+        nullable=True,
+    ),
     _field("temperature", pa.float64(), "Sampling temperature."),
     _field("top_p", pa.float64(), "Probability mass of nucleus sampling."),
     _field("seed", pa.int64(), "Seed of the sampling noise, one per rollout."),

@@ -15,7 +15,7 @@ from pipelinerl_core.environments.api import MAX_KEY_LETTERS
 from pipelinerl_core.environments.loading import weighted_components
 from pipelinerl_core.environments.running_step import RunningStep, new_descriptor
 from pipelinerl_core.environments.worker import MAX_LINE_BYTES, Prepare
-from pipelinerl_core.errors import EnvironmentFailed
+from pipelinerl_core.errors import EnvironmentFailed, EnvironmentTimeout
 from pipelinerl_core.interfaces import EpisodeHost
 from pipelinerl_core.restart_budget import RestartBudget
 from pipelinerl_core.sandbox.child_process import child_environment, printable, without_secrets
@@ -306,7 +306,8 @@ class EnvironmentProcess:
         for episode in blamed:
             episode.deaths += 1
             if is_overdue and cause >= 0:
-                self._fail(episode, f"the environment took more than {limit} and could not be interrupted")
+                reason_of_one = f"the environment took more than {limit} and could not be interrupted"
+                self._fail(episode, reason_of_one, is_timeout=True)
             elif episode.deaths >= MAX_DEATHS:
                 self._fail(episode, f"{MAX_DEATHS} times during this episode, the process {reason}")
         num_again = sum(not one.future.done() for one in playing.values())
@@ -344,9 +345,11 @@ class EnvironmentProcess:
                 check.set_exception(EnvironmentFailed(f"environment {self._spec.name}: {reason}"))
         self._checks = []
 
-    def _fail(self, episode: _Episode, reason: str) -> None:
+    def _fail(self, episode: _Episode, reason: str, *, is_timeout: bool = False) -> None:
         if not episode.future.done():
-            episode.future.set_exception(EnvironmentFailed(f"environment {self._spec.name}: {reason}"))
+            # The scoring of a group is no single episode's fault.
+            kind = EnvironmentTimeout if is_timeout and episode.host is not None else EnvironmentFailed
+            episode.future.set_exception(kind(f"environment {self._spec.name}: {reason}"))
 
     # ---- lines ---------------------------------------------------------------------------------------------------
 
@@ -411,9 +414,9 @@ class EnvironmentProcess:
 
     def _handle_error(self, episode: _Episode, answer: Mapping[str, Any]) -> None:
         match answer:
-            case {"error": _, "text": str() as text}:
+            case {"error": _, "text": str() as text, "timeout": bool() as is_timeout}:
                 episode.is_playing = False
-                self._fail(episode, self._readable(text))
+                self._fail(episode, self._readable(text), is_timeout=is_timeout)
             case _:
                 raise BadAnswer("a line with wrong fields")
 

@@ -9,7 +9,7 @@ in   {"reply": 7, "text": "5", ...}                fields of api.Reply; or {"spe
 out  {"once": 7, "key": "weather", "value": ...}   no answer
 out  {"done": 7, "components": {"solved": 1.0}, "turn_rewards": []}; or {"cut": 7}; or
 out  {"played": 7, "transcript": "[5]", "num_turns": 2}  JSON text, if the environment scores groups; or
-out  {"error": 7, "text": "ValueError: ... (my_env.py:9)"}
+out  {"error": 7, "text": "ValueError: ... (my_env.py:9)", "timeout": false}   timeout: a limit of time is exceeded
 in   {"score": 8, "task": {"index": 3}, "transcripts": [...], "nums_turns": [2, 1]}      the episodes of a group
 out  {"scored": 8, "results": [{"components": {...}, "turn_rewards": []}, ...]}; or {"error": 8, ...}
 in   {"cancel": 7}                                 no answer
@@ -294,10 +294,10 @@ class Worker:
         episode.call_seconds = 0.0
         episode.reply.set_result(reply)
 
-    def _fail(self, episode: Episode, text: str) -> None:
+    def _fail(self, episode: Episode, text: str, *, is_timeout: bool = False) -> None:
         """End an episode as an error; no effect if the episode is over."""
         encodable = text.encode(errors="replace").decode()  # without lone surrogates
-        self._end(episode, {"error": episode.identity, "text": encodable})
+        self._end(episode, {"error": episode.identity, "text": encodable, "timeout": is_timeout})
 
     def _end(self, episode: Episode, line: Mapping[str, Any] | None = None) -> None:
         """Send the last line of an episode, and cancel its tasks; no effect if the episode is over."""
@@ -354,7 +354,8 @@ class Worker:
         for episode in [one for one in self._episodes.values() if one.has_turn]:
             episode.charge(elapsed)
             if reason := episode.exceeded(self._prepare):
-                self._fail(episode, f"{reason}{_place_of_await(episode.coroutine, self._environment.file)}")
+                place = _place_of_await(episode.coroutine, self._environment.file)
+                self._fail(episode, f"{reason}{place}", is_timeout=True)
         self._ending = [(at, episode) for at, episode in self._ending if episode.tasks]
         if any(now - at > ENDING_SECONDS for at, _ in self._ending):
             sys.stderr.write("environment: tasks of an episode ignore their cancellation; this process ends\n")
@@ -371,7 +372,8 @@ class Worker:
             return
         reason = episode.exceeded(self._prepare, seconds)
         if reason or episode.is_over:
-            self._fail(episode, f"{reason}{_place_of_frame(frame, self._environment.file)}")
+            place = _place_of_frame(frame, self._environment.file)
+            self._fail(episode, f"{reason}{place}", is_timeout=True)
             raise Blocked(reason)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import EngineError, RewardError
+from pipelinerl_core.errors import EngineError, EnvironmentTimeout, RewardError
 from pipelinerl_core.interfaces import Engine, Scorer
 from pipelinerl_core.messages import Lease
 from pipelinerl_core.rollouts.episode import EpisodePlayer
@@ -29,9 +29,11 @@ from pipelinerl_core.types import (
     Int32Array,
     Outcome,
     PartialRow,
+    Played,
     Prompt,
     Rollout,
     Sampler,
+    Score,
     TurnSpan,
 )
 
@@ -127,7 +129,7 @@ class GroupRunner:
         )
         started_at = time.time()
         sampled, finished_at, error = await sample(lease, index, sampler, progress)
-        reward = progress.reward if error is None else None
+        reward = progress.reward
         completion = sampled.completion
         return Rollout(
             group_id=lease.group_id,
@@ -206,12 +208,16 @@ class GroupRunner:
     # ---- episodes ------------------------------------------------------------------------------------------------
 
     def _episodes(self, lease: Lease, player: EpisodePlayer) -> "_Sample":
-        """Plays and scores one episode of the group; nothing is played if the log has the reward."""
+        """Plays and scores one episode of the group; nothing is played if the log has the reward.
+
+        An episode whose environment takes too long has the reward environment.timeout_reward, and its error.
+        """
         group = player.group(lease.prompt, lease.group_size)
+        late = Played(score=Score(self._config.environment.timeout_reward))
 
         async def sample(lease: Lease, index: int, sampler: Sampler, progress: Progress) -> _Result:
             episode = player.episode(progress, request_id=f"{lease.lease_id}.{index}", sampler=sampler)
-            error = None
+            error, is_late = None, False
             try:
                 if progress.outcome is None or episode.transcript is not None:
                     await player.play(episode, lease.prompt, sampler.seed, group, index)
@@ -221,7 +227,10 @@ class GroupRunner:
                 error = f"engine: {failure}"
             except RewardError as failure:
                 error = f"environment: {failure}"
-            if error is not None:
+                is_late = isinstance(failure, EnvironmentTimeout) and bool(episode.loss_mask.any())
+            if is_late:
+                episode.end(late)
+            elif error is not None:
                 progress.finish(FinishReason.ABORT)
                 progress.score(None)
             sampled = _Sampled(
@@ -252,7 +261,10 @@ def _empty_completion() -> Completion:
 
 
 class ErrorBudget:
-    """Stops a run whose rewards are broken: more than a fifth of errors over the last 200 rollouts."""
+    """Stops a run whose rewards are broken: more than a fifth of errors over the last 200 rollouts.
+
+    An episode whose environment took too long counts too, so that a slow service is not taken for a bad policy.
+    """
 
     WINDOW = 200
     SHARE = 0.2
@@ -267,14 +279,14 @@ class ErrorBudget:
     def add(self, rollouts: list[Rollout]) -> None:
         """Count the outcomes of a group."""
         for rollout in rollouts:
-            failed = rollout.outcome is Outcome.ERROR
+            failed = rollout.error is not None  # with or without environment.timeout_reward
             self._recent.append(failed)
             self.num_errors += failed
             if failed and self.first_error is None:
                 self.first_error = rollout.error
             if failed and self.num_errors & (self.num_errors - 1) == 0:  # the 1st, 2nd, 4th, 8th
                 logger.warning(
-                    "%s%d rollouts without a reward so far; the newest: %s",
+                    "%s%d rollouts failed so far; the newest: %s",
                     self._what, self.num_errors, rollout.error,
                 )  # fmt: skip
         del self._recent[: -self.WINDOW]

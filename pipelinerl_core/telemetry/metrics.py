@@ -155,8 +155,10 @@ _DECLARED = (
            "Rollout log-probability minus trainer log-probability: the change of the policy since sampling (k1)."),
     *_difference_metrics(),
     Metric("rescored/mismatch", "nats", "mean over compared tokens without older context",
-           "Absolute difference of the engine's log-probability and the trainer's under the same version. Above the "
-           "bounds of the parity gate, an engine samples from other weights than its tokens name."),
+           "Absolute difference of the engine's log-probability and the trainer's under the same version. Above "
+           "twice rescored/healthy, an engine samples from other weights than its tokens name."),
+    Metric("rescored/healthy", "nats", "value",
+           "The same of healthy engines: the median actor at the start of the run, then followed slowly."),
     Metric("rescored/stale_kv", "nats", "mean over compared tokens with older context",
            "The same after a swap within the rollout: with engine.kv=keep the effect of old keys and values."),
     Metric("rescored/staleness", "nats", "mean over compared tokens of earlier versions",
@@ -207,6 +209,8 @@ _DECLARED = (
     Metric("environment/turns", "turns", "mean over rollouts", "Turns of the model."),
     Metric("environment/given_fraction", "share", "mean over completion tokens",
            "Completion tokens that the environment gave, which carry no loss."),
+    Metric("environment/timeout_fraction", "share", "mean over rollouts",
+           "Rollouts whose environment took too long; their reward is environment.timeout_reward."),
     Metric("progress/samples", "rollouts", "running total", "Rollouts trained so far; an x axis."),
     Metric("progress/tokens", "tokens", "running total", "Completion tokens trained on so far; an x axis."),
     Metric("progress/seconds", "seconds", "value", "Wall clock since the run began; an x axis."),
@@ -392,14 +396,16 @@ def _component_means(rows: Sequence[TrainingRow]) -> dict[str, float | None]:
 
 
 def _environment_metrics(rows: Sequence[TrainingRow]) -> dict[str, float | None]:
-    """Turns and given tokens; empty if every rollout is one turn."""
-    if all(row.rollout.num_turns == 1 for row in rows):
+    """Turns, given tokens and timeouts; empty if every rollout is one turn without a timeout."""
+    late = np.array([row.rollout.error is not None for row in rows])
+    if all(row.rollout.num_turns == 1 for row in rows) and not late.any():
         return {}
     num_tokens = sum(row.rollout.num_tokens for row in rows)
     num_sampled = sum(int(row.rollout.loss_mask.sum()) for row in rows)
     return {
         "environment/turns": _mean(np.array([row.rollout.num_turns for row in rows])),
         "environment/given_fraction": 1 - num_sampled / num_tokens,
+        "environment/timeout_fraction": _mean(late),
     }
 
 

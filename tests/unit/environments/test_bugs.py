@@ -6,8 +6,8 @@ import re
 import pytest
 
 import pipelinerl_core.environments.process as process
-from pipelinerl_core.errors import EnvironmentFailed
-from pipelinerl_core.types import Reply
+from pipelinerl_core.errors import EnvironmentFailed, EnvironmentTimeout
+from pipelinerl_core.types import Reply, Transcript
 from tests.unit.environments.episode_case import ScriptedHost, played, run
 
 CODE = """
@@ -240,6 +240,33 @@ def test_a_bug_ends_its_episode_with_file_and_line_and_the_other_episode_goes_on
     assert differing(dict(zip([*PLAY, *SCORES], errors, strict=True)), expected(code, PLAY) | SCORES) == {}
     assert (score, other.restarts) == (4.0, 0)
     assert err.count("x") >= 50 * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("never_ends", EnvironmentTimeout), ("blocks_in_python", EnvironmentTimeout), ("raises", EnvironmentFailed)],
+)
+def test_only_an_episode_that_takes_too_long_is_a_timeout(name, kind):
+    code = CODE % methods(PLAY)
+    with pytest.raises(EnvironmentFailed) as caught:
+        run(code, lambda pool: pool.play({"play": name}, 0, ScriptedHost("Hi")), *LIMITS)
+    assert caught.type is kind
+
+
+def test_an_episode_that_cannot_be_interrupted_is_a_timeout_and_the_scoring_of_a_group_is_none(monkeypatch):
+    monkeypatch.setattr(process, "GRACE_SECONDS", 1.0)
+    score_group = "    async def score_group(self, task, transcripts):\n        time.sleep(1e6)\n"
+    code = CODE.replace("    async def score(", "    async def other(") % (methods(DEADLY) + score_group)
+
+    async def work(pool):
+        calls = (
+            pool.play({"play": "blocks_in_c"}, 0, ScriptedHost("Hi")),
+            pool.score_group({}, [Transcript("1", 1)]),
+        )
+        return [await asyncio.gather(call, return_exceptions=True) for call in calls]
+
+    found = run(code, work, *LIMITS)
+    assert [type(error) for (error,) in found] == [EnvironmentTimeout, EnvironmentFailed]
 
 
 @pytest.mark.parametrize("name", DEADLY)

@@ -13,12 +13,12 @@ from pipelinerl_core.data.checks import check_groups
 from pipelinerl_core.data.codec import encode_rollouts
 from pipelinerl_core.data.partials import decode_partials, encode_partials, join_rows
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
-from pipelinerl_core.errors import EnvironmentFailed
+from pipelinerl_core.errors import EnvironmentFailed, EnvironmentTimeout
 from pipelinerl_core.interfaces import WeightUpdate
 from pipelinerl_core.messages import Lease
 from pipelinerl_core.rollouts.episode import Episode, EpisodePlayer
 from pipelinerl_core.rollouts.progress import Progress
-from pipelinerl_core.rollouts.runner import GroupRunner, rollout_seed
+from pipelinerl_core.rollouts.runner import ErrorBudget, GroupRunner, rollout_seed
 from pipelinerl_core.testing.models import reference_logprobs, tiny_model, weights_of
 from pipelinerl_core.testing.rollout_rows import group_ref
 from pipelinerl_core.types import (
@@ -418,6 +418,36 @@ def test_a_group_is_scored_together_when_its_last_episode_has_ended(failing):
     assert num_again == 0  # no episode with a transcript is played again
     assert [rollout.reward for rollout in again] == [rollout.reward for rollout in rollouts]
     assert environments.groups == [transcripts, transcripts]
+
+
+@pytest.mark.parametrize(("turns", "reward"), [(2, -1.0), (0, None)])
+def test_an_episode_whose_environment_hangs_has_the_reward_for_that_and_counts_as_failed(turns, reward):
+    lease = Lease(group_id=4, attempt=0, lease_id="4.0", deadline_seconds=0.0, group_size=2, prompt=PROMPT)
+    overrides = ["environment.path=x.py:Count", "prompts.kind=environment", "environment.timeout_reward=-1"]
+    settings = config(*overrides)
+
+    class Hanging(Environments):
+        async def play(self, task, seed, host):
+            await super().play(task, seed, host)
+            raise EnvironmentTimeout("too long")
+
+    async def main():
+        one = engine()
+        player = EpisodePlayer(one, Hanging(turns), Chat(), settings)
+        rollouts = await GroupRunner(one, None, None, settings, actor="a", player=player).run(lease)
+        await one.close()
+        return rollouts
+
+    rollouts = asyncio.run(main())
+    assert [(one.reward, one.error) for one in rollouts] == [(reward, "environment: too long")] * 2
+    assert {one.outcome for one in rollouts} == {Outcome.ERROR if reward is None else Outcome.SCORED}
+    assert [len(one.turn_spans) for one in rollouts] == [turns] * 2
+    check_groups([group_ref(rollouts)], encode_rollouts("run", rollouts))
+    budget = ErrorBudget()
+    for _ in range(ErrorBudget.WINDOW // 2):
+        budget.add(rollouts)
+    assert budget.is_spent
+    assert budget.first_error == "environment: too long"
 
 
 def test_rewards_of_turns_are_in_the_row_and_in_the_log():
