@@ -7,6 +7,8 @@ from typing import Any, Literal, TypeVar, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from pipelinerl_core.config.sections import FILE_SUFFIXES
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 KEYS: Mapping[str, str] = MappingProxyType(
@@ -59,8 +61,9 @@ class Settings(BaseModel):
     )
     data: str | None = Field(
         None,
-        description="A .jsonl or .parquet file, or the name of a data set of the hub. Columns: prompt and answer, "
-        "or set prompts.template, prompts.prompt_column, prompts.answer_column in the overrides.",
+        description="A .jsonl, .json, .csv, .tsv or .parquet file, or the name of a data set of the hub. "
+        "Columns: prompt and answer, or set prompts.template, prompts.prompt_column, prompts.answer_column in the "
+        "overrides.",
     )
     reward: str | None = Field(None, description="Your reward function: FILE.py:FUNCTION or package.module:FUNCTION.")
     environment: str | None = Field(
@@ -91,7 +94,7 @@ class Settings(BaseModel):
     def overrides(self) -> tuple[str, ...]:
         """ "section.key=value" for each field that is set."""
         given = self.model_dump(exclude_none=True)
-        kind = "file" if str(given.get("data", "")).endswith((".jsonl", ".parquet")) else "huggingface"
+        kind = "file" if str(given.get("data", "")).endswith(FILE_SUFFIXES) else "huggingface"
         before = (f"prompts.kind={kind}",) if "data" in given else ()  # clears the keys of the preset's kind
         return (*before, *(f"{KEYS[name]}={value}" for name, value in given.items()))
 

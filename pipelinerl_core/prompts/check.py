@@ -6,6 +6,8 @@ one line.
 
 import json
 import sys
+from collections.abc import Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from pipelinerl_core.config.mixture import naming
 from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import PromptSource
-from pipelinerl_core.prompts import build_source, encode_prompt
+from pipelinerl_core.prompts import encode_prompt
+from pipelinerl_core.prompts.source import build_all
 from pipelinerl_core.prompts.table import TableSource
 
 MAX_MEASURED = 2000
@@ -30,22 +33,40 @@ def check(config: RunConfig) -> list[str]:
 
     Lengths are included if the model is on this host; the sums of the built-in model always fit.
     """
+    parts, sets = build_all(config)
     lines: list[str] = []
-    for name, part in config.parts.items():
+    for name, source in parts.items():
         with naming(name):
-            lines += [f"mixture.{name}: {line}" if name else line for line in _check_part(part)]
-    for name in config.eval.sets:
+            own = _check_part(config.with_part(name) if name else config, source)
+            lines += [f"mixture.{name}: {line}" if name else line for line in own]
+    for name, source in sets.items():
         try:
-            found = build_source(config.with_set(name)).held_out(config.eval.num_prompts)
+            num = len(source.held_out(config.eval.num_prompts))
         except ConfigError as error:
             raise ConfigError(f"eval.sets.{name}: {error}") from None
-        lines.append(f"eval.sets.{name}: {len(found):,} prompts")
-    return lines
+        lines.append(f"eval.sets.{name}: {num:,} prompts")
+    return lines + _shared(parts, sets)
 
 
-def _check_part(config: RunConfig) -> list[str]:
+def _shared(parts: Mapping[str, PromptSource], sets: Mapping[str, PromptSource]) -> list[str]:
+    """A line for any two sets of held-out prompts that have the same problems."""
+    own = {
+        f"the held-out prompts of mixture.{name}" if name else "the held-out prompts": parts[name] for name in parts
+    }
+    tables = {
+        name: source
+        for name, source in {**own, **{f"eval.sets.{name}": sets[name] for name in sets}}.items()
+        if isinstance(source, TableSource)
+    }
+    return [
+        f"{first} and {second} share {len(texts):,} prompts; the first is {texts[0][:60]!r}"
+        for first, second in combinations(tables, 2)
+        if (texts := tables[first].shared(tables[second]))
+    ]
+
+
+def _check_part(config: RunConfig, source: PromptSource) -> list[str]:
     """`check` for the prompts of one part of a mixture, or of a run without a mixture."""
-    source = build_source(config)
     source.prompt(0)
     source.held_out(min(1, config.eval.num_prompts))
     lines = source.summary() if isinstance(source, TableSource) else []

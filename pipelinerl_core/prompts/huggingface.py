@@ -1,15 +1,31 @@
 """Prompts from a data set of the Hugging Face hub or of a local directory."""
 
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import datasets
-import pyarrow as pa
 
 from pipelinerl_core.config.sections import HuggingFacePrompts, RunConfig
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.prompts.records import (
+    Records,
+    joined,
+    labelled,
+    part_of,
+    read_file,
+    table_records,
+    with_label_names,
+)
 from pipelinerl_core.prompts.table import Rows, TableSource
+
+_TEXT_READERS = ("json", "csv")
+"""Readers of the library that guess types."""
+_KNOWN_OPTIONS = {
+    *("name", "version", "data_dir", "data_files", "description", "features", "field", "sep", "delimiter"),
+    *("use_threads", "block_size", "chunksize", "newlines_in_values", "on_mixed_types", "parse_agent_traces"),
+}
+"""Options of these readers that do not change which rows there are, or that are respected here."""
 
 
 def build(config: RunConfig) -> TableSource:
@@ -20,17 +36,17 @@ def build(config: RunConfig) -> TableSource:
     name = directory.name if directory.is_dir() else section.path
 
     def rows(key: str, split: str) -> Rows:
-        return Rows(_table(section, key, split), config, f"{section.path}, split {split}", name)
+        return Rows(_records(section, key, split), config, name)
 
-    training = rows("prompts.split", section.split)
-    held_out = rows("prompts.held_out_split", section.held_out_split) if section.held_out_split else None
+    training, own = rows("prompts.split", section.split), section.held_out_split
+    held_out = (training if own == section.split else rows("prompts.held_out_split", own)) if own else None
     return TableSource(name, training, config.seed, share=section.held_out_share, held_out=held_out)
 
 
-def _table(section: HuggingFacePrompts, key: str, split: str) -> pa.Table:
+def _records(section: HuggingFacePrompts, key: str, split: str) -> Records:
     """All rows of a split. key: the key that names the split, for messages."""
     try:
-        return _load(section, key, split).with_format("arrow")[:]
+        return _load(section, key, split)
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001  (errors of the library, of fsspec and of the network)
@@ -42,9 +58,8 @@ def _table(section: HuggingFacePrompts, key: str, split: str) -> pa.Table:
         ) from None
 
 
-def _load(section: HuggingFacePrompts, key: str, split: str) -> Any:
-    """One split as a datasets.Dataset."""
-    directory = Path(section.path).expanduser()
+def _load(section: HuggingFacePrompts, key: str, split: str) -> Records:
+    directory, origin = Path(section.path).expanduser(), f"{section.path}, split {split}"
     is_saved = (directory / "dataset_dict.json").is_file() or (directory / "state.json").is_file()
     if is_saved and section.config_name:
         raise ConfigError(
@@ -54,12 +69,15 @@ def _load(section: HuggingFacePrompts, key: str, split: str) -> Any:
     if (directory / "dataset_dict.json").is_file():
         splits = datasets.load_from_disk(str(directory))
         _require(key, split, "splits", section.path, splits)
-        return splits[split]
+        return _rows_of(splits[split], origin)
     if is_saved:
-        return datasets.load_from_disk(str(directory))
+        return _rows_of(datasets.load_from_disk(str(directory)), origin)
     path = str(directory) if directory.is_dir() else section.path
     try:
-        return datasets.load_dataset(path, section.config_name or None, split=split)
+        builder = datasets.load_dataset_builder(path, section.config_name or None)
+        if _kind(builder) in _TEXT_READERS:
+            return _text_rows(builder, split, origin)
+        return _rows_of(datasets.load_dataset(path, section.config_name or None, split=split), origin)
     except ValueError as error:
         if section.config_name or "Config name is missing" in str(error):
             names = datasets.get_dataset_config_names(path)
@@ -67,6 +85,46 @@ def _load(section: HuggingFacePrompts, key: str, split: str) -> Any:
         names = datasets.get_dataset_split_names(path, section.config_name or None)
         _require(key, split.partition("[")[0], "splits", section.path, names)
         raise
+
+
+def _rows_of(data: datasets.Dataset, origin: str) -> Records:
+    """The rows of a data set whose files have types, such as Parquet."""
+    return with_label_names(table_records(data.with_format("arrow")[:], origin), labelled(data.features))
+
+
+def _kind(builder: datasets.DatasetBuilder) -> str:
+    """The reader of the library that the builder uses."""
+    return type(builder).__module__.rpartition(".")[2]
+
+
+def _text_rows(builder: datasets.DatasetBuilder, instruction: str, origin: str) -> Records:
+    """The rows of a split, or of a part of it such as train[:50%], from JSON and CSV files.
+
+    Raises ConfigError for options of the library's readers that are not supported.
+    """
+    options, kind = builder.config, _kind(builder)
+    default = type(options)()
+    given = [one.name for one in fields(options) if getattr(options, one.name) != getattr(default, one.name)]
+    if others := sorted(set(given) - _KNOWN_OPTIONS):
+        raise ConfigError(
+            f"prompts.path={origin}: its configuration sets {', '.join(others)} for the reader of the files. This is "
+            "not supported. Convert the files to JSON Lines or Parquet"
+        )
+    separator = str(getattr(options, "delimiter", None) or getattr(options, "sep", ""))
+    names = {part.partition("[")[0].strip() for part in instruction.split("+")}
+    splits: dict[str, Records] = {}
+    for split, files in options.data_files.items():
+        if names & {str(split), "all"}:
+            paths = [Path(path) for path in datasets.DownloadManager().download_and_extract(list(files))]
+            parts = [
+                read_file(path, origin, separator=separator, field=getattr(options, "field", None) or "", kind=kind)
+                for path in paths
+            ]
+            splits[str(split)] = joined(parts, origin)
+    lengths = {split: len(records) for split, records in splits.items()}
+    chosen = datasets.ReadInstruction.from_spec(instruction).to_absolute(lengths)  # ValueError for an unknown split
+    rows = joined([part_of(splits[part.splitname], part.from_, part.to) for part in chosen], origin)
+    return with_label_names(rows, labelled(builder.info.features or {}))
 
 
 def _require(key: str, name: str, what: str, path: str, existing: Iterable[str]) -> None:

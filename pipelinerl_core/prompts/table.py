@@ -1,46 +1,51 @@
-"""Prompts from the rows of an Arrow table, for files and data sets."""
+"""Prompts from the rows of files and data sets."""
 
 import difflib
+import hashlib
 import json
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
 from string import Formatter
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipelinerl_core.config.sections import FilePrompts, RowPrompts, RunConfig
 from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.prompts.records import Record, Records
 from pipelinerl_core.prompts.split import held_out_ids, prompt_id, stable_seed
 from pipelinerl_core.types import Prompt
 
 DEFAULT_ANSWER_COLUMN = FilePrompts.model_fields["answer_column"].default
+_MISSING = object()
 
 
 class Rows:
     """The prompts of a table, by row number."""
 
-    def __init__(self, table: pa.Table, config: RunConfig, origin: str, name: str) -> None:
-        """origin: the file or data set, for messages; name: of the source. Raises ConfigError if a column is missing
-        or unusable."""
+    def __init__(self, records: Records, config: RunConfig, name: str) -> None:
+        """name: of the source. Raises ConfigError if a row cannot be read, or a column is missing or unusable."""
         section = config.prompts
         assert isinstance(section, RowPrompts)
-        self._table = table
-        columns = _with_fields(table)
-        self._texts = _texts(columns, section, origin)
-        is_own = config.reward.function or config.environment.path
-        is_optional = is_own and section.answer_column == DEFAULT_ANSWER_COLUMN
-        self._answers = (
-            None
-            if is_optional and section.answer_column not in columns.column_names
-            else text_column(columns, section.answer_column, "prompts.answer_column", origin)
-        )
+        self._records = records
         self._name, self._env = name, verifier_name(config)
-        self.ids = [prompt_id(name, text.as_py()) for text in self._texts]
+        self._answer_column = section.answer_column
+        is_own = config.reward.function or config.environment.path
+        self._is_optional = bool(is_own) and section.answer_column == DEFAULT_ANSWER_COLUMN
+        self._key = "prompts.template: column" if section.template else "prompts.prompt_column"
+        self._template = _template_parts(section.template) if section.template else [("", section.prompt_column)]
+        self.ids: list[str] = []
+        """Of each row: prompt_id of the text shown to the model."""
+        self.questions: list[str] = []
+        """Of each row: hash of the columns that the prompt is made of, whatever the source and the template."""
+        self.num_empty_answers = 0
+        for row, record in enumerate(records):
+            columns = self._columns(row, record)
+            self.ids.append(prompt_id(name, self._filled(columns)))
+            self.questions.append(_hash("\0".join(columns)))
+            self.num_empty_answers += self._answer(row, record) == ""
 
     def first_rows(self) -> dict[str, int]:
         """Prompt id -> first row with this prompt, in the order of the table."""
@@ -51,17 +56,78 @@ class Rows:
 
     def text(self, row: int) -> str:
         """The prompt of a row as shown to the model."""
-        return str(self._texts[row].as_py())
+        return self._filled(self._columns(row, self._records[row]))
 
     def prompt(self, row: int) -> Prompt:
         """The prompt of a row; its task has all columns of the row, and the answer as `answer`, if there is one."""
-        columns = _as_json(self._table.slice(row, 1).to_pylist()[0])
+        record = self._records[row]
+        answer = self._answer(row, record)
         return Prompt(
             prompt_id=self.ids[row],
             source=self._name,
             env=self._env,
-            text=self.text(row),
-            task=columns if self._answers is None else {**columns, "answer": self._answers[row].as_py()},
+            text=self._filled(self._columns(row, record)),
+            task=record if answer is None else {**record, "answer": answer},
+        )
+
+    def matching(self, other: "Rows", others: Sequence[int]) -> list[int]:
+        """Rows that are the same problem as one of the rows `others` of `other`: the columns that the prompt is made
+        of have the same text, or all columns are equal."""
+        questions = {other.questions[row] for row in others}
+        if [column for _, column in self._template] == [column for _, column in other._template]:
+            return [row for row, question in enumerate(self.questions) if question in questions]
+        whole = {other.row_hashes[row] for row in others}
+        return [row for row, question in enumerate(self.questions)
+                if question in questions or self.row_hashes[row] in whole]  # fmt: skip
+
+    @cached_property
+    def row_hashes(self) -> list[str]:
+        """Of each row: hash of all columns, whatever their order."""
+        return [_hash(json.dumps(record, sort_keys=True)) for record in self._records]
+
+    def notes(self) -> list[str]:
+        """Lines of text: what the format of the file has lost, and empty answers."""
+        empty = f"{self.num_empty_answers:,} rows have an empty answer: an empty reply would be right"
+        return [*self._records.notes, *([empty] if self.num_empty_answers else [])]
+
+    def _columns(self, row: int, record: Record) -> list[str]:
+        """The text of each column that the prompt is made of."""
+        return [self._text(row, record, column, self._key) for _, column in self._template if column is not None]
+
+    def _filled(self, columns: Sequence[str]) -> str:
+        left = iter(columns)
+        return "".join(literal + ("" if column is None else next(left)) for literal, column in self._template)
+
+    def _answer(self, row: int, record: Record) -> str | None:
+        if self._is_optional and _value(record, self._answer_column) is _MISSING:
+            return None
+        return self._text(row, record, self._answer_column, "prompts.answer_column")
+
+    def _text(self, row: int, record: Record, column: str, key: str) -> str:
+        """A value as text. Raises ConfigError if it is missing or null, or neither text nor a number."""
+        value = _value(record, column)
+        if isinstance(value, str):
+            return value
+        setting, origin = f"{key}={column}", self._records.origin
+        if value is _MISSING and column not in (names := self._records.columns()):
+            close = difflib.get_close_matches(column, names, n=1)
+            nearest = f"; did you mean {close[0]}?" if close else f". Name one of these in {key.partition(':')[0]}"
+            raise ConfigError(f"{setting}: no such column in {origin} ({', '.join(names)}){nearest}")
+        if value is _MISSING or value is None:
+            raise ConfigError(f"{setting}: row {row} of {origin} has no value. Remove such rows")
+        if isinstance(value, bool | int | float):
+            return json.dumps(value)
+        if isinstance(value, list) and value and all(map(_is_message, value)):
+            roles = [message["role"] for message in value]
+            if roles == ["user"] and isinstance(value[0]["content"], str):
+                return str(value[0]["content"])
+            raise ConfigError(
+                f"{setting}: row {row} of {origin} has messages of {roles}, but must have one message of the user, "
+                "a text. Choose a column of text, and set prompts.system for a message of the system"
+            )
+        raise ConfigError(
+            f"{setting}: row {row} of {origin} has a {type(value).__name__}, but must have text or a number. "
+            "Choose another column"
         )
 
 
@@ -77,17 +143,42 @@ class TableSource:
         self.name = name
         self._seed = seed
         self._rows, self._held_out_rows = rows, held_out or rows
-        self._held_out_ids = chosen = held_out_ids(rows.ids, share) if held_out is None else set(held_out.ids)
+        chosen = held_out_ids(rows.ids, share) if held_out is None else set(held_out.ids)
         self._held_out = [row for identity, row in self._held_out_rows.first_rows().items() if identity in chosen]
-        self._training = np.flatnonzero([identity not in chosen for identity in rows.ids])
+        self._training = np.arange(len(rows.ids))
         self._order = lru_cache(maxsize=2)(self._pass_order)
+        self._left_out: list[str] = []
+        if held_out is None:
+            self._take_out(self._held_out, "")
+            again = sorted(set(rows.matching(rows, self._held_out)) - set(self._held_out))
+            self._take_out(again, "rows repeat a held-out prompt and are left out")
+        else:
+            self.leave_out(self, "held-out prompts")
         if not self._held_out or (held_out is None and not len(self._training)):
             raise self._too_few()
+
+    def leave_out(self, other: "TableSource", name: str) -> None:
+        """Train on no row that is the same problem as a held-out row of `other`. name: of these rows, for
+        `summary`."""
+        rows = self._rows.matching(other._held_out_rows, other._held_out)
+        self._take_out(rows, f"training rows are also {name} and are left out of training")
+
+    def shared(self, other: "TableSource") -> list[str]:
+        """The held-out prompts that are the same problems as held-out prompts of `other`."""
+        rows = set(self._held_out_rows.matching(other._held_out_rows, other._held_out))
+        return [self._held_out_rows.text(row) for row in self._held_out if row in rows]
+
+    def _take_out(self, rows: Sequence[int], told: str) -> None:
+        is_taken_out = np.isin(self._training, rows)
+        if told:
+            self._left_out += self._told(self._training[is_taken_out].tolist(), told)
+        self._training = self._training[~is_taken_out]
 
     def _too_few(self) -> ConfigError:
         return ConfigError(
             f"{self.name}: {len(self._rows.ids)} rows with {len(set(self._rows.ids))} different prompts, of which "
-            f"{len(self._held_out)} are held out. Give at least two different prompts: one is held out"
+            f"none is left to train on: {len(self._held_out)} are held out"
+            f"{''.join(f'; {line}' for line in self._left_out)}. Give at least two different prompts: one is held out"
         )
 
     @property
@@ -111,97 +202,44 @@ class TableSource:
         return np.random.default_rng(stable_seed(self._seed, self.name, number)).permutation(self._training)
 
     def summary(self) -> list[str]:
-        """Lines of text: how many prompts are for training and how many are held out, and overlaps of both."""
-        training = [row for row in self._rows.first_rows().values() if self._rows.ids[row] not in self._held_out_ids]
-        num_held_out, num_all = len(self._held_out), len(training) + len(self._held_out)
-        lines = [
-            f"{len(training):,} different prompts to train on ({len(self._training):,} rows), {num_held_out:,} held "
-            f"out ({num_held_out / num_all:.1%})"
-        ]
-        if self._held_out_rows is self._rows:
-            held_out = set(self._held_out)
-            again = [
-                row for row, one in enumerate(self._rows.ids) if one in self._held_out_ids and row not in held_out
-            ]
-            lines += self._told(again, "rows repeat a held-out prompt and are left out")
-        else:
-            left_out = [row for row, identity in enumerate(self._rows.ids) if identity in self._held_out_ids]
-            lines += self._told(left_out, "training rows are also held-out prompts and are left out of training")
+        """Lines of text: how many prompts are for training and how many are held out, overlaps of both, and what the
+        format of the file has lost."""
+        first = {self._rows.ids[row]: row for row in reversed(self._training)}
+        num_held_out, num_all = len(self._held_out), len(first) + len(self._held_out)
         texts = {_simplified(self._held_out_rows.text(row)) for row in self._held_out}
-        alike = [row for row in training if _simplified(self._rows.text(row)) in texts]
-        return lines + self._told(alike, "training prompts equal a held-out prompt but for case and spaces")
+        alike = sorted(row for row in first.values() if _simplified(self._rows.text(row)) in texts)
+        return [
+            f"{len(first):,} different prompts to train on ({len(self._training):,} rows), {num_held_out:,} held "
+            f"out ({num_held_out / num_all:.1%})",
+            *self._left_out,
+            *self._told(alike, "training prompts equal a held-out prompt but for case and spaces"),
+            *dict.fromkeys([*self._rows.notes(), *self._held_out_rows.notes()]),
+        ]
 
     def _told(self, rows: Sequence[int], what: str) -> list[str]:
         return [f"{len(rows):,} {what}; the first is {self._rows.text(rows[0])[:60]!r}"] if rows else []
 
 
-def text_column(table: pa.Table, column: str, key: str, origin: str) -> pa.ChunkedArray:
-    """A column of text, numbers, or lists of one message of the user, as text.
-
-    Raises ConfigError if the column is missing, has another type or has nulls, or a list has other messages.
-    `key` is the configuration key that names the column, `origin` the file or data set, for the message.
-    """
-    if column not in table.column_names:
-        close = difflib.get_close_matches(column, table.column_names, n=1)
-        nearest = f"; did you mean {close[0]}?" if close else f". Name one of these in {key.partition(':')[0]}"
-        raise ConfigError(f"{key}={column}: no such column in {origin} ({', '.join(table.column_names)}){nearest}")
-    values = table[column]
-    if _holds_messages(values.type):
-        values = _contents(values, f"{key}={column}", origin)
-    try:
-        texts = pc.cast(values, pa.large_string())
-    except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
-        raise ConfigError(
-            f"{key}={column}: {values.type} in {origin}, but must be text or numbers. Choose another column"
-        ) from None
-    if texts.null_count:
-        row = pc.index(pc.is_null(texts), True).as_py()
-        raise ConfigError(f"{key}={column}: row {row} of {origin} has no value. Remove such rows")
-    return texts
+def _value(record: Record, column: str) -> Any:
+    """The value of a column, or of a field of an object: `meta.answer`; _MISSING without it."""
+    if column in record:
+        return record[column]
+    outer, dot, field = column.partition(".")
+    while dot:
+        inner = record.get(outer)
+        if isinstance(inner, Mapping) and (value := _value(dict(inner), field)) is not _MISSING:
+            return value
+        more, dot, field = field.partition(".")
+        outer = f"{outer}.{more}"
+    return _MISSING
 
 
-def _with_fields(table: pa.Table) -> pa.Table:
-    """The table, and the fields of its struct columns as further columns: `column.field`."""
-    flat = table
-    while any(pa.types.is_struct(kind) for kind in flat.schema.types):
-        flat = flat.flatten()
-    for name in set(flat.column_names) - set(table.column_names):
-        table = table.append_column(name, flat[name])
-    return table
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and {"role", "content"} <= value.keys()
 
 
-def _holds_messages(kind: pa.DataType) -> bool:
-    """Whether the values are lists of chat messages, {role, content}."""
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    return (
-        is_list
-        and pa.types.is_struct(kind.value_type)
-        and {"role", "content"} <= {one.name for one in kind.value_type}
-    )
-
-
-def _contents(lists: pa.ChunkedArray, setting: str, origin: str) -> pa.ChunkedArray:
-    """The text of lists of one message of the user. Raises ConfigError for any other list."""
-    for row, messages in enumerate(lists.to_pylist()):
-        roles = [message["role"] for message in messages or ()]
-        if roles != ["user"]:
-            raise ConfigError(
-                f"{setting}: row {row} of {origin} has messages of {roles}, but must have one message of the user. "
-                "Choose a column of text, and set prompts.system for a message of the system"
-            )
-    return pc.struct_field(pc.list_flatten(lists), "content")
-
-
-def _texts(table: pa.Table, section: RowPrompts, origin: str) -> pa.ChunkedArray:
-    """The prompts as shown to the model: prompts.template with columns of the row, else prompts.prompt_column."""
-    if not section.template:
-        return text_column(table, section.prompt_column, "prompts.prompt_column", origin)
-    parts: list[Any] = []
-    for literal, column in _template_parts(section.template):
-        parts.append(pa.scalar(literal, pa.large_string()))
-        if column is not None:
-            parts.append(text_column(table, column, "prompts.template: column", origin))
-    return pc.binary_join_element_wise(*parts, pa.scalar("", pa.large_string()))
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _template_parts(template: str) -> list[tuple[str, str | None]]:
@@ -223,11 +261,3 @@ def _template_parts(template: str) -> list[tuple[str, str | None]]:
 
 def _simplified(text: str) -> str:
     return " ".join(text.casefold().split())
-
-
-def _as_json(value: Any) -> Any:
-    """A value of a column with JSON types only: dates and decimals as text, binary data and NaN as null."""
-    return json.loads(
-        json.dumps(value, default=lambda other: None if isinstance(other, bytes) else str(other)),
-        parse_constant=lambda _: None,
-    )

@@ -16,6 +16,7 @@ from pipelinerl_core.run.user_code import local_code
 from pipelinerl_core.sandbox import isolation
 from pipelinerl_core.supervision.checks import check_reward
 from pipelinerl_core.types import Completion, FinishReason, Prompt
+from tests.unit.prompts.test_records import ODD
 
 pytestmark = pytest.mark.slow
 
@@ -28,6 +29,7 @@ def score(text, prompt, answer, token_ids, finish_reason, **row):
             "easy": row["level"] == 1}
 
 def parts(text): return {"correct": 1}
+def same(text, value, exact): return float(json.dumps(value) == exact)
 def none(text): pass
 def words(text): return text
 def unknown(text, answr): return 1.0
@@ -85,6 +87,11 @@ def test_rewards_components_and_exceptions_come_from_a_sealed_process(configured
     assert isinstance(wrong, RewardError)
     assert str(wrong).startswith("verifier mine.py:score: JSONDecodeError: ")
     assert str(wrong).endswith("(mine.py:5)")
+
+
+def test_values_of_a_row_reach_the_function_as_they_are_in_the_file(configured):
+    exact = json.dumps(ODD)
+    assert scores(configured("mine.py:same"), "text", task={"value": json.loads(exact), "exact": exact}) == [1.0]
 
 
 def test_a_function_reaches_neither_network_nor_files_nor_the_token(configured, tmp_path, monkeypatch):

@@ -178,13 +178,22 @@ def test_parquet_gives_the_same_prompts_as_json_lines_but_for_its_name(tmp_path)
     ("name", "content", "options", "message"),
     [
         ("missing.jsonl", None, {}, "no such file"),
-        ("rows.csv", "a,b\n", {}, r"must end in \.jsonl or \.parquet"),
-        ("bad.jsonl", '{"prompt": \n', {}, "cannot be read as jsonl"),
+        ("rows.txt", "a,b\n", {}, r"must end in \.jsonl, \.json, \.csv, \.tsv, \.parquet"),
+        ("rows.csv", "prompt,answer\n1\n", {}, "line 2 has 1 fields, but the first line 2"),
+        ("rows.csv", "prompt,prompt\n1,2\n", {}, "two columns have the same name"),
+        (
+            "rows.json",
+            '{"rows": [\n',
+            {},
+            "cannot be read as JSON: row 0: Expecting value.* one JSON object per line",
+        ),
+        ("bad.jsonl", '{"prompt": \n', {}, "cannot be read as JSON: row 0: Expecting value"),
+        ("half.jsonl", '{"prompt": "\\ud800", "answer": 1}\n', {}, "row 0: 'utf-8' codec can't encode .* surrogates"),
         (
             "array.jsonl",
             '[{"prompt": "1", "answer": 1}]\n',
             {},
-            "cannot be read as jsonl: .* one JSON object per line",
+            "row 0: an object is expected, not list. Write one JSON object per line",
         ),
         ("bad.parquet", "not parquet", {}, "cannot be read as parquet"),
         ("rows.jsonl", '{"promt": "1", "answer": 1}\n', {}, r"prompt_column=prompt: no such column.*mean promt\?"),
@@ -195,10 +204,20 @@ def test_parquet_gives_the_same_prompts_as_json_lines_but_for_its_name(tmp_path)
             r"prompt_column=prompt: no such column in .*rows.jsonl \(question, solution\). Name one",
         ),
         ("rows.jsonl", '{"prompt": "1", "reply": 1}\n', {}, r"answer_column=answer: no such column.*prompt, reply"),
-        ("rows.jsonl", '{"prompt": "1", "answer": {"a": 1}}\n', {}, "must be text or numbers"),
+        (
+            "rows.jsonl",
+            '{"prompt": "1", "answer": {"a": 1}}\n',
+            {},
+            "row 0 of .* has a dict, but must have text",
+        ),
         ("rows.jsonl", '{"prompt": "1", "answer": 1}\n{"prompt": "2"}\n', {}, "row 1 of .* has no value"),
         ("rows.jsonl", '{"prompt": "1", "answer": 1}\n', {}, "at least two different"),
-        ("rows.jsonl", '{"prompt": [{"role": "user"}], "answer": 1}\n', {}, r"list<.*struct<role.*must be text"),
+        (
+            "rows.jsonl",
+            '{"prompt": [{"role": "user"}], "answer": 1}\n',
+            {},
+            "row 0 of .* has a list, but must have text or a number",
+        ),
         ("rows.jsonl", MESSAGES, {}, r"row 1 of .* has messages of \['system', 'user'\], but must have one message"),
         (
             "rows.jsonl",
@@ -237,7 +256,7 @@ def test_a_mistake_is_one_line(tmp_path, name, content, options, message):
 
 def test_text_that_is_not_utf_8_is_refused_in_one_line(tmp_path):
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "größe", "answer": "1"}\n'.encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"latin\.jsonl: cannot be read as jsonl: .*UTF8.* in UTF-8") as caught:
+    with pytest.raises(ConfigError, match=r"latin\.jsonl: cannot be read .*: row 0: .*utf-8.* in UTF-8") as caught:
         source(tmp_path / "latin.jsonl")
     assert "\n" not in str(caught.value)
 

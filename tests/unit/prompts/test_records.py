@@ -1,0 +1,229 @@
+"""Data is what the file says: no reader guesses types, in any format, until it reaches reward and environment."""
+
+import csv
+import io
+import json
+from datetime import UTC, date, datetime
+from decimal import Decimal
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelinerl_core.config import build_config
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.messages import Lease, encode
+from pipelinerl_core.prompts import build_source
+from pipelinerl_core.prompts.records import read_file
+from tests.unit.environments.episode_case import ScriptedHost, played
+
+# What readers that guess types change: dates, times, digits, leading zeros, words for missing values.
+TEXTS = st.sampled_from(
+    ["2024-02-11", "2024-01-01T03:00:00Z", "12345678901234567890", "002", "1e5", "NA", "null", "", "True", "1_000"]
+)
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+LEAVES = LEAVES | st.text(st.characters(exclude_categories=["Cs"])) | TEXTS
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab.", max_size=2), inner, max_size=3)
+)
+FORMATS = ("rows.jsonl", "rows.json", "huggingface")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+
+
+def source(path, kind="file", **prompts):
+    values = {"kind": kind, "path": str(path), "template": "{n}: {prompt}", **prompts}
+    return build_source(build_config({"prompts": values, "reward": {"function": "mine.py:score"}}))
+
+
+def tasks(source):
+    """Every prompt by the number of its row."""
+    prompts = [source.prompt(index) for index in range(source.num_training)] + source.held_out(10**6)
+    return [prompt for _, prompt in sorted((int(prompt.task["n"]), prompt) for prompt in prompts)]
+
+
+def written(directory, name, rows):
+    """The path of the rows in a file of this name, or of a directory that datasets would read."""
+    if name == "huggingface":
+        (directory / "hub").mkdir(exist_ok=True)
+        path = directory / "hub" / "train.jsonl"
+    else:
+        path = directory / name
+    is_list = name == "rows.json"
+    path.write_text(json.dumps(rows) if is_list else "".join(json.dumps(row) + "\n" for row in rows))
+    return path.parent if name == "huggingface" else path
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    values=st.lists(VALUES, min_size=2, max_size=5), prompt=st.text(st.characters(exclude_categories=["Cs"])) | TEXTS
+)
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_json_value_reaches_template_and_message_as_it_is_in_the_file(tmp_path_factory, name, values, prompt):
+    rows = [{"n": n, "prompt": prompt, "value": value} for n, value in enumerate(values)]
+    path = written(tmp_path_factory.mktemp("data"), name, rows)
+    kind = "huggingface" if name == "huggingface" else "file"
+    found = tasks(source(path, kind))
+    assert [one.text for one in found] == [f"{n}: {prompt}" for n in range(len(rows))]
+    for one, row in zip(found, rows, strict=True):
+        exact = json.loads(json.dumps(row))
+        assert json.dumps(one.task) == json.dumps(exact)  # as text, so that 1, 1.0 and true differ
+        lease = Lease(group_id=0, attempt=0, lease_id="a", deadline_seconds=1, group_size=1, prompt=one, holders=())
+        received = Lease.model_validate_json(encode(lease)).prompt
+        assert json.dumps(received.task) == json.dumps(exact)
+        assert received.text == one.text
+
+
+ODD = [
+    *("2024-02-11", "2024-01-01T03:00:00Z", "002", "", None, True, 12345678901234567890, 10**40, -(2**63), 1.0, 1e22),
+    *(0.1, 5e-324, [1, "1", [None]], {"day": "2024-02-11", "none": None, "a.b": {}}, "\u2028\x00\U0001f600", "NaN"),
+]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_the_answer_keeps_its_digits_and_its_text(tmp_path, suffix):
+    answers = ["2024-02-11", 12345678901234567890, "002", True, 1.5]
+    rows = [{"n": n, "prompt": "p", "answer": answer} for n, answer in enumerate(answers)]
+    found = tasks(source(written(tmp_path, f"rows{suffix}", rows)))
+    assert [one.task["answer"] for one in found] == ["2024-02-11", "12345678901234567890", "002", "true", "1.5"]
+
+
+def test_odd_values_reach_the_environment_as_they_are_in_the_file(tmp_path):
+    rows = [
+        {"n": n, "prompt": "p", "value": value, "exact": json.dumps(value, sort_keys=True)}
+        for n, value in enumerate(ODD)
+    ]
+    found = tasks(source(written(tmp_path, "rows.jsonl", rows)))
+    code = """
+import json
+
+class Env:
+    weights = {"same": 1.0}
+
+    async def play(self, task, ask, seed):
+        return (await ask([{"role": "user", "content": "?"}])).text
+
+    def score(self, task, transcript):
+        return {"same": json.dumps(task["value"], sort_keys=True) == task["exact"]}
+"""
+    results = played(code, *(ScriptedHost("1") for _ in found), tasks=[one.task for one in found])
+    assert [result.score for result in results] == [1.0] * len(ODD)
+
+
+@pytest.mark.parametrize(("suffix", "separator"), [(".csv", ","), (".tsv", "\t")])
+@pytest.mark.parametrize("kind", ["file", "huggingface"])
+def test_fields_of_a_csv_file_are_text(tmp_path, suffix, separator, kind):
+    values = ["002", "2024-02-11", "12345678901234567890", "NA", "", "1e5", 'a "b"\nc', "True", "größe,\t"]
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, delimiter=separator)
+    writer.writerows([["n", "prompt", "value"], *([n, f"p{n}", value] for n, value in enumerate(values))])
+    (tmp_path / f"train{suffix}").write_text("\ufeff" + text.getvalue(), encoding="utf-8", newline="")
+    path = tmp_path if kind == "huggingface" else tmp_path / f"train{suffix}"
+    assert [one.task for one in tasks(source(path, kind))] == [
+        {"n": str(n), "prompt": f"p{n}", "value": value} for n, value in enumerate(values)
+    ]
+
+
+LABELS = datasets.Features(
+    {
+        "n": datasets.Value("int64"),
+        "prompt": datasets.Value("string"),
+        "answer": datasets.ClassLabel(names=["no", "yes"]),
+        "all": datasets.List(datasets.ClassLabel(names=["no", "yes"])),
+    }
+)
+
+
+@pytest.mark.parametrize("form", ["saved", "parquet", "hub"])
+def test_a_class_label_is_its_name(tmp_path, form):
+    rows = [{"n": n, "prompt": "p", "answer": n % 2, "all": [1, n % 2]} for n in range(6)]
+    data = datasets.Dataset.from_list(rows, features=LABELS)
+    if form == "saved":
+        data.save_to_disk(str(tmp_path / "data"))
+    else:
+        (tmp_path / "data").mkdir()
+        data.to_parquet(str(tmp_path / "data" / "train.parquet"))
+    path = tmp_path / "data" / "train.parquet" if form == "parquet" else tmp_path / "data"
+    found = tasks(source(path, "file" if form == "parquet" else "huggingface"))
+    assert [one.task["answer"] for one in found] == ["no", "yes"] * 3
+    assert [one.task["all"] for one in found] == [["yes", "no"], ["yes", "yes"]] * 3
+
+
+def test_a_row_without_a_label_has_no_answer(tmp_path):
+    rows = [{"n": n, "prompt": "p", "answer": n - 1, "all": []} for n in range(3)]
+    datasets.Dataset.from_list(rows, features=LABELS).save_to_disk(str(tmp_path / "data"))
+    with pytest.raises(ConfigError, match=r"row 0 of .* has no value"):
+        source(tmp_path / "data", "huggingface")
+
+
+def test_labels_that_a_card_declares_are_names_in_csv_files(tmp_path):
+    (tmp_path / "train.csv").write_text("n,prompt,answer\n0,a,1\n1,b,0\n2,c,yes\n")
+    (tmp_path / "README.md").write_text(
+        "---\ndataset_info:\n  features:\n  - {name: n, dtype: int64}\n  - {name: prompt, dtype: string}\n"
+        "  - name: answer\n    dtype:\n      class_label:\n        names: {'0': 'no', '1': 'yes'}\n---\n"
+    )
+    assert [one.task["answer"] for one in tasks(source(tmp_path, "huggingface"))] == ["yes", "no", "yes"]
+
+
+def test_a_part_of_a_split_is_read_from_text_files(tmp_path):
+    for split, numbers in {"train": range(8), "test": range(100, 104)}.items():
+        rows = "".join(json.dumps({"n": number, "prompt": "p"}) + "\n" for number in numbers)
+        (tmp_path / f"{split}.jsonl").write_text(rows)
+    found = tasks(source(tmp_path, "huggingface", split="train[25%:50%]+test"))
+    assert [one.task["n"] for one in found] == [2, 3, 100, 101, 102, 103]
+    with pytest.raises(ConfigError, match=r"prompts.split=dev: .* has the splits train, test"):
+        source(tmp_path, "huggingface", split="dev")
+
+
+def test_options_of_a_reader_that_are_not_supported_are_refused_in_one_line(tmp_path):
+    (tmp_path / "train.csv").write_text("skipped\nn,prompt\n0,a\n1,b\n")
+    card = "---\nconfigs:\n- config_name: default\n  data_files: train.csv\n  skiprows: 1\n---\n"
+    (tmp_path / "README.md").write_text(card)
+    with pytest.raises(ConfigError, match=r"its configuration sets skiprows for the reader .* Convert the files"):
+        source(tmp_path, "huggingface")
+
+
+def test_what_a_table_has_lost_is_told_once_by_column(tmp_path):
+    table = pa.table(
+        {
+            "n": [0, 1],
+            "prompt": ["a", "b"],
+            "day": [date(2024, 2, 11), None],
+            "at": [datetime(2024, 1, 1, 3, tzinfo=UTC)] * 2,
+            "price": [Decimal("1.50")] * 2,
+            "count": [3.0, 2.0**60],
+            "share": [0.5, float("nan")],
+            "image": [b"\x00\xff", b""],
+        }
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    records = read_file(tmp_path / "rows.parquet", "prompts.path=rows.parquet")
+    assert list(records) == [
+        {"n": 0, "prompt": "a", "day": "2024-02-11", "at": "2024-01-01T03:00:00+00:00", "price": "1.50", "count": 3.0,
+         "share": 0.5, "image": None},
+        {"n": 1, "prompt": "b", "day": None, "at": "2024-01-01T03:00:00+00:00", "price": "1.50", "count": 2.0**60,
+         "share": None, "image": None},
+    ]  # fmt: skip
+    assert [note.replace("\n", "") for note in source(tmp_path / "rows.parquet").summary()[1:]] == [
+        "column day holds date32[day], not text: its values are given as text such as '2024-02-11'",
+        "column at holds timestamp[us, tz=UTC], not text: its values are given as text such as "
+        "'2024-01-01T03:00:00+00:00'",
+        "column price holds decimal128(3, 2), not text: its values are given as text such as '1.50'",
+        "column count holds double: its whole numbers are given as 3.0, and may have lost digits",
+        "column image holds binary: its values are given as null",
+    ]
+
+
+def test_empty_answers_are_counted(tmp_path):
+    rows = [{"n": n, "prompt": "p", "answer": "" if n % 2 else "1"} for n in range(4)]
+    assert (
+        "2 rows have an empty answer: an empty reply would be right"
+        in source(written(tmp_path, "rows.jsonl", rows)).summary()
+    )
