@@ -44,6 +44,9 @@ _NAMED_STEPS = 5
 # Share of the trained tokens beyond a bound of the loss from which the advice names the bounds; GSPO's paper: 0.15.
 _CLIPPED = 0.2
 _CLIPPED_STEPS = 20
+# Refused share of the tokens of long rollouts, and its multiple of the share of short ones, that the advice names.
+_REFUSED = 0.05
+_UNEVEN = 3.0
 _BOUNDS = ("clip_low", "clip_high", "ratio_min", "ratio_max", "divergence_max", "sequence_ratio_max",
            "negative_kl_max")  # fmt: skip
 
@@ -102,20 +105,47 @@ def quarantine_advice(commits: Sequence[Commit]) -> str:
     )
 
 
+def refused_advice(commits: Sequence[Commit], config: Mapping[str, Any]) -> str:
+    """How many more tokens of long than of short rollouts the newest steps refuse, and the keys, without a full stop;
+    empty if the shares are similar or small."""
+    names = ("train/long_refused_fraction", "train/short_refused_fraction", "lag/long_mean", "lag/short_mean")
+    means, run = [_newest_mean(commits, name) for name in names], _read(config)
+    known = [mean for mean in means if mean is not None]
+    if run is None or len(known) < len(names) or known[0] < max(_REFUSED, _UNEVEN * known[1]):
+        return ""
+    long, short, long_lag, short_lag = known
+    return (
+        f"the lag rule or a bound of the loss refuses {long:.0%} of the tokens of long rollouts and {short:.0%} of "
+        f"short ones, so the run learns from short ones (mean lag {long_lag:.1f} and {short_lag:.1f} steps). Set "
+        f"{_bounds(run)} wider, or schedule.max_lag higher (now {run.schedule.max_lag}) if train/masked_stale_tokens "
+        "is above 0"
+    )
+
+
 def clipped_advice(commits: Sequence[Commit], config: Mapping[str, Any]) -> str:
     """The share of the tokens of the newest steps that the bounds of the loss cut, and the keys of the bounds,
     without a full stop; empty if the share is small."""
     key, run = "importance/ratio_clipped_fraction", _read(config)
-    shares = [commit.metrics[key] for commit in commits[-_CLIPPED_STEPS:] if key in commit.metrics]
-    if run is None or not shares or (share := fmean(shares)) <= _CLIPPED:
+    share = _newest_mean(commits, key)
+    if run is None or share is None or share <= _CLIPPED:
         return ""
-    loss = run.loss
-    bounds = [f"loss.{name} (now {getattr(loss, name):g})" for name in _BOUNDS if getattr(loss, name, 0)]
     return (
-        f"{share:.0%} of the trained tokens are beyond a bound of loss.kind={loss.kind} ({key}), where they have "
-        f"no or a smaller gradient. Set wider bounds, {', '.join(bounds)}, until the share is a few percent, or "
+        f"{share:.0%} of the trained tokens are beyond a bound of loss.kind={run.loss.kind} ({key}), where they have "
+        f"no or a smaller gradient. Set wider bounds, {_bounds(run)}, until the share is a few percent, or "
         f"schedule.max_lag lower (now {run.schedule.max_lag})"
     )
+
+
+def _bounds(run: RunConfig) -> str:
+    """Example: loss.clip_low (now 0.2), loss.clip_high (now 0.2)."""
+    loss = run.loss
+    return ", ".join(f"loss.{name} (now {getattr(loss, name):g})" for name in _BOUNDS if getattr(loss, name, 0))
+
+
+def _newest_mean(commits: Sequence[Commit], name: str) -> float | None:
+    """Mean of a metric over the newest steps that have it."""
+    values = [commit.metrics[name] for commit in commits[-_CLIPPED_STEPS:] if name in commit.metrics]
+    return fmean(values) if values else None
 
 
 def bottleneck(evidence: Evidence, *, takes_turns: bool) -> Bottleneck:

@@ -15,7 +15,14 @@ from pipelinerl_core.emulation.report_lines import emulation
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report import utilization
 from pipelinerl_core.report.actor_alarms import alarm_text
-from pipelinerl_core.report.advice import Evidence, advice, clipped_advice, mean_delay_seconds, quarantine_advice
+from pipelinerl_core.report.advice import (
+    Evidence,
+    advice,
+    clipped_advice,
+    mean_delay_seconds,
+    quarantine_advice,
+    refused_advice,
+)
 from pipelinerl_core.report.equal_rewards import NEXT_STEP, TINY_STEP, comparison_text, equal_reward, headline
 from pipelinerl_core.report.facts import RunFacts, StepFacts, collect
 from pipelinerl_core.report.parts import parts_report
@@ -81,8 +88,9 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
     )
     if found["advice"] is not None:
         found = {**found, "advice": " ".join(filter(None, (found["advice"], model_advice(prediction))))}
-    if clipped := clipped_advice(commits, facts.run.config):
-        found = {**found, "advice": " ".join(filter(None, (f"{clipped}.", found["advice"])))}
+    for find in (refused_advice, clipped_advice):
+        if text := find(commits, facts.run.config):
+            found = {**found, "advice": " ".join(filter(None, (f"{text[:1].upper()}{text[1:]}.", found["advice"])))}
     found = {**found, "advice": " ".join(filter(None, (quarantine_advice(commits), found["advice"]))) or None}
     reward = equal_reward(commits)
     parts = parts_report(facts)

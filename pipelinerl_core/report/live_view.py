@@ -14,7 +14,7 @@ from rich.text import Text
 
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report.actor_alarms import alarm_text
-from pipelinerl_core.report.advice import clipped_advice
+from pipelinerl_core.report.advice import clipped_advice, refused_advice
 from pipelinerl_core.report.equal_rewards import WARN_STEPS, equal_reward, headline
 from pipelinerl_core.report.scrape_targets import live_roles, role_progress
 from pipelinerl_core.run.follow import RunFollower, commit_metrics, eval_metrics
@@ -132,8 +132,9 @@ def status_of(
     parts = _parts(follower, metrics)
     alarm = alarm_text([last] if last else [])
     first = alarm or (headline(reward, step, is_over=is_over) if reward is not None else None)
-    clipped = clipped_advice(follower.commits.newest(_ETA_STEPS), follower.run.config)
-    warnings = [*filter(None, (first, clipped)), *untrained_parts(parts).values()]
+    newest, config = follower.commits.newest(_ETA_STEPS), follower.run.config
+    measured = (clipped_advice(newest, config), refused_advice(newest, config))
+    warnings = [*filter(None, (first, *measured)), *untrained_parts(parts).values()]
     return {
         "run_id": follower.run.run_id,
         "state": "finished" if is_over else "running" if is_alive else "stopped",

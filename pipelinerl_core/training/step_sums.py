@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from pipelinerl_core.algo.by_length import NUM_SUMS, length_metrics, length_sums
 from pipelinerl_core.algo.importance import EssTerms, ess_terms, sequence_log_ratios, total_ess
 from pipelinerl_core.algo.losses import LossSums
 from pipelinerl_core.algo.mismatch import CAUSES, LogprobDifferences, difference_metrics
@@ -51,6 +52,7 @@ class StepSums:
     log_ratios: list[Tensor] = field(default_factory=list)
     sequence_log_ratios: list[Tensor] = field(default_factory=list)
     differences: LogprobDifferences = field(default_factory=LogprobDifferences)
+    by_length: list[Tensor] = field(default_factory=list)
 
     def add(self, batch: PackedBatch, sums: LossSums, trainer_logprobs_N: Tensor, entropy_N: Tensor) -> None:
         """Count one pack."""
@@ -73,6 +75,9 @@ class StepSums:
         self.sequence_log_ratios.append(sequence_log_ratios(log_ratios_N, batch.sequence_N, num_sequences))
         lags_N = self.version - batch.versions_N
         self.differences.add(log_ratios_N, lags_N, batch.sequence_N, batch.trained_M, num_sequences=num_sequences)
+        self.by_length.append(
+            length_sums(lags_N, batch.sequence_N, batch.trained_M, sums.is_clipped_M, num_sequences=num_sequences)
+        )
 
     def over_ranks(self, ranks: Ranks, device: torch.device, grad_norm: Tensor | None = None) -> dict[str, float]:
         """The metrics of the step over all ranks, by name. A collective: every rank must call it.
@@ -88,11 +93,12 @@ class StepSums:
             ess_terms(self.log_ratios),
             ess_terms(self.sequence_log_ratios),
             _zeros(1) if grad_norm is None else grad_norm.double().reshape(1),
+            reduce(torch.add, self.by_length) if self.by_length else _zeros(NUM_SUMS),
         ]
         flat = ranks.gather(torch.cat([moved(part, device) for part in parts]))
         cuts = list(accumulate(map(len, parts), initial=0))
         per_rank = [[row[start:end] for start, end in pairwise(cuts)] for row in flat]
-        sums, known, differences, token_terms, sequence_terms, norms = zip(*per_rank, strict=True)
+        sums, known, differences, token_terms, sequence_terms, norms, by_length = zip(*per_rank, strict=True)
         sums = tuple([*one, *other] for one, other in zip(sums, known, strict=True))
         total = dict(zip((*_OF_PACK, *_KNOWN), map(sum, zip(*sums, strict=True)), strict=True))
         num_trained, num_sampled = max(1.0, total["num_trained"]), max(1.0, total["num_sampled"])
@@ -108,6 +114,7 @@ class StepSums:
             "importance/ratio_mean": total["ratio"] / num_trained,
             "importance/ratio_clipped_fraction": total["clipped"] / num_trained,
             **difference_metrics([sum(column) for column in zip(*differences, strict=True)]),
+            **length_metrics([sum(column) for column in zip(*by_length, strict=True)]),
             "policy/entropy": total["entropy"] / num_sampled,
             "train/tokens": total["num_tokens"],
             "train/trained_tokens": total["num_trained"],

@@ -19,7 +19,8 @@ from pipelinerl_core.algo.importance import MAX_LOG_RATIO
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSums:
-    """Sums over the M trained tokens of one pack, ready to be added across packs and ranks. All are [] tensors."""
+    """Sums over the M trained tokens of one pack, ready to be added across packs and ranks. All but one are []
+    tensors."""
 
     loss: Tensor
     """sum(loss_weight * loss_t): the only one with a gradient."""
@@ -29,6 +30,8 @@ class LossSums:
     """Sum of the untruncated ratios."""
     clipped: Tensor
     """Tokens whose ratio the loss has clipped, truncated or refused."""
+    is_clipped_M: Tensor
+    """bool: which tokens these are."""
     kl: Tensor
     """Sum of rollout_logprob - trainer_logprob."""
     kl_ref: Tensor | None = None
@@ -108,6 +111,7 @@ class TrainedTokens:
             num_tokens=terms_M.new_full((), len(terms_M), dtype=torch.int64),  # on a GPU without a copy
             ratio=ratio_M.sum(),
             clipped=clipped_M.sum(),
+            is_clipped_M=clipped_M,
             kl=(self.rollout_logprobs_M - self.trainer_logprobs_M.detach()).sum(),
         )
 

@@ -3,7 +3,14 @@
 import pytest
 
 from pipelinerl_core.report import utilization
-from pipelinerl_core.report.advice import Evidence, advice, bottleneck, clipped_advice, quarantine_advice
+from pipelinerl_core.report.advice import (
+    Evidence,
+    advice,
+    bottleneck,
+    clipped_advice,
+    quarantine_advice,
+    refused_advice,
+)
 from pipelinerl_core.report.document import build_report
 from pipelinerl_core.report.live_view import status_of
 from pipelinerl_core.run.follow import RunFollower
@@ -173,11 +180,30 @@ def test_bounds_that_cut_many_tokens_are_named_whatever_the_lengths_allow():
     assert clipped_advice(clipped(0.9), {"engine": {"warp": 9}}) == ""
 
 
+def halves(*shares):
+    """Commits with these refused shares of long and of short rollouts."""
+    names = ("train/long_refused_fraction", "train/short_refused_fraction")
+    lags = {"lag/long_mean": 5.9, "lag/short_mean": 0.75}
+    return [commit_record(step, 1, metrics=dict(zip(names, one, strict=True)) | lags)
+            for step, one in enumerate(shares)]  # fmt: skip
+
+
+def test_long_rollouts_that_are_refused_three_times_as_often_as_short_ones_are_named():
+    found = {**config(), "loss": {"kind": "ppo", "sequence_ratio_max": 1.1}}
+    text = refused_advice(halves((0.3, 0.1), (0.6, 0.1)), found)
+    assert "refuses 45% of the tokens of long rollouts and 10% of short ones" in text
+    assert "(mean lag 5.9 and 0.8 steps)" in text
+    assert "loss.sequence_ratio_max (now 1.1) wider, or schedule.max_lag higher (now 4)" in text
+    assert refused_advice(halves((0.29, 0.1)), found) == "", "less than three times"
+    assert refused_advice(halves((0.04, 0.0)), found) == "", "few tokens"
+    assert refused_advice([], found) == refused_advice(clipped(0.9), found) == ""
+
+
 def test_status_and_report_show_the_share_that_was_measured(store):
     write_run(store, Shape(steps=6))
     for key in store.list("commits"):
         record = Commit.model_validate_json(store.get(key))
-        metrics = {**record.metrics, "importance/ratio_clipped_fraction": 0.25}
+        metrics = {**record.metrics, "importance/ratio_clipped_fraction": 0.25, **halves((0.4, 0.1))[0].metrics}
         store.delete([key])
         store.put(key, record.model_copy(update={"metrics": metrics}).model_dump_json().encode())
     follower = RunFollower(store)
@@ -185,6 +211,7 @@ def test_status_and_report_show_the_share_that_was_measured(store):
     for text in (status_of(follower, None)["warning"], build_report(store)["advice"]):
         assert "25% of the trained tokens are beyond a bound of loss.kind=reinforce" in text
         assert "loss.ratio_max (now 5)" in text
+        assert "he lag rule or a bound of the loss refuses 40% of the tokens of long rollouts and 10% of" in text
 
 
 def test_masked_tokens_are_named_although_the_lengths_show_no_bias():

@@ -91,7 +91,7 @@ def test_a_step_asks_once():
         patch.setattr(torch.Tensor, "tolist", lambda tensor: asked.append(tuple(tensor.shape)) or tolist(tensor))
         learner.step_packs(packs)
     # All figures and the gradient's norm at once. Vectors of 3 are made of the answer, on the host (total_ess).
-    assert [one for one in asked if one != (3,)] == [(1, 36)]
+    assert [one for one in asked if one != (3,)] == [(1, 356)]
 
 
 class Recorded:
