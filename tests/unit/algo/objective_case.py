@@ -1,11 +1,14 @@
 """The gradient of a step for any settings of the objective: by the code under test, and once more in float64.
 
-The second computation is written from docs/algorithms.md, one token after the other, and calls no code of the
-project. Both start from the same groups of rollouts and from the same logits of a vocabulary of four words.
+The second computation is written from the papers and docs/algorithms.md, one token after the other, and calls no code
+of the project. Both start from the same random groups of rollouts and from the same logits of a vocabulary of four
+words.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,149 +22,196 @@ from pipelinerl_core.ledger.order import deadline, is_filtered
 from pipelinerl_core.roles.hub.recovery import summarize
 from pipelinerl_core.testing.rollout_rows import build_rollout, group_ref
 from pipelinerl_core.training.policy import PolicyOutput, pack_loss
-from pipelinerl_core.types import FinishReason, TurnSpan, WeightSpan
+from pipelinerl_core.types import FinishReason, Rollout, TurnSpan, WeightSpan
 
 STEP, MAX_LAG, MAX_TOKENS, WORDS = 5, 2, 6, 4
 TEMPERATURE = 0.9
-# (rewards, spans of weight versions as (version, tokens), turns, rewards of turns, whether truncated) by rollout.
-_FRESH, _MIXED, _OLD = ((4, 3),), ((1, 2), (3, 2), (4, 1)), ((0, 2), (1, 1))
-_GROUPS = (
-    # Several versions in one rollout; at step 5 versions 0 and 1 are stale.
-    [(1.0, _MIXED, (), (), True), (0.0, ((2, 4),), (), (), False), (0.25, ((1, 1), (4, 2)), (), (), False)],
-    # Nothing stale, and an error.
-    [(1.0, _FRESH, (), (), False), (0.0, ((3, 5),), (), (), True), (None, _FRESH, (), (), False)],
-    # Equal rewards of different lengths.
-    [(1.0, ((3, 6),), (), (), True), (1.0, ((4, 2),), (), (), False), (1.0, ((4, 1),), (), (), False)],
-    # Several turns; tokens between turns were not sampled.
-    [(1.0, ((3, 6),), ((0, 2), (3, 6)), (), False), (0.0, ((2, 5),), ((0, 1), (2, 3), (4, 5)), (), False)],
-    # Equal rewards that belong to different turns.
-    [(1.0, ((4, 4),), ((0, 2), (3, 4)), (1.0, 0.0), False), (1.0, ((4, 4),), ((0, 1), (2, 4)), (0.0, 1.0), False)],
-    # Every token is stale.
-    [(1.0, _OLD, (), (), False), (0.0, _OLD, (), (), False)],
-)
+PARTS = {"short": 4, "long": MAX_TOKENS}
+"""Part of the mixture -> longest completion."""
 
 
-def _groups():
-    rng = np.random.default_rng(5)
-    found = []
-    for group_id, rollouts in enumerate(_GROUPS):
-        group = []
-        for index, (reward, spans, turns, turn_rewards, is_truncated) in enumerate(rollouts):
-            num = sum(tokens for _, tokens in spans)
-            starts = np.cumsum([0, *(tokens for _, tokens in spans)])
-            mask = np.ones(num, bool)
-            if turns:
-                mask[:] = False
-                for start, end in turns:
-                    mask[start:end] = True
-            rollout = build_rollout(rng, group_id=group_id, rollout_index=index, num_tokens=num, prompt_tokens=2,
-                                    reward=reward, group_size=len(rollouts))  # fmt: skip
-            group.append(
-                replace(
-                    rollout,
-                    completion_token_ids=(rollout.completion_token_ids % WORDS).astype(np.int32),
-                    weight_spans=tuple(
-                        WeightSpan(version, int(start), int(start + tokens))
-                        for (version, tokens), start in zip(spans, starts, strict=False)
-                    ),
-                    loss_mask=mask,
-                    turn_spans=tuple(TurnSpan(*turn) for turn in turns),
-                    turn_rewards=turn_rewards,
-                    max_tokens=MAX_TOKENS,
-                    finish_reason=FinishReason.LENGTH if is_truncated else FinishReason.STOP,
-                )
-            )
-        found.append(group)
-    return found
+@dataclass(frozen=True)
+class Case:
+    """Groups of a step and what models say of their tokens, the completions one after the other."""
+
+    groups: list[list[Rollout]]
+    logits: np.ndarray
+    """[tokens, WORDS] float32"""
+    ref_logprobs: np.ndarray
+    teacher_logprobs: np.ndarray
+    values: np.ndarray
+
+    @cached_property
+    def summaries(self) -> list[Any]:
+        every = [rollout for group in self.groups for rollout in group]
+        return summarize([group_ref(group) for group in self.groups], encode_rollouts("", every))
+
+    @cached_property
+    def places(self) -> dict[tuple[int, int], slice]:
+        """(group, index) -> the tokens of the completion."""
+        found, end = {}, 0
+        for rollout in (rollout for group in self.groups for rollout in group):
+            found[rollout.group_id, rollout.rollout_index] = slice(end, end + rollout.num_tokens)
+            end += rollout.num_tokens
+        return found
 
 
-def _figures(rng, groups):
-    """(group, index) -> logits [C, WORDS], logprobs of the reference [C], values [C]; float32.
+@cache
+def random_case(seed: int) -> Case:
+    """Six groups of two to four rollouts, one of each kind.
 
     The logarithm of a ratio has a spread of 0.35 around the mean of its rollout, and a few tokens are far out.
     """
-    figures = {}
+    rng = np.random.default_rng(seed)
+    groups = [
+        _group(rng, 0, oldest=0),  # several versions in one rollout; at step 5 versions 0 and 1 are stale
+        _group(rng, 1, oldest=3, has_error=True),
+        _group(rng, 2, oldest=3, is_equal=True),
+        _group(rng, 3, oldest=2, has_turns=True),
+        _group(rng, 4, oldest=3, has_turns=True, is_equal=True, has_parts=True),
+        _group(rng, 5, oldest=0, newest=1),  # every token is stale
+    ]
+    every = [rollout for group in groups for rollout in group]
+    num = sum(rollout.num_tokens for rollout in every)
+    logits = rng.normal(size=(num, WORDS)).astype(np.float32)
+    tables = logits.astype(np.float64) / TEMPERATURE
+    ids = np.concatenate([rollout.completion_token_ids for rollout in every])
+    own = tables[np.arange(num), ids] - np.log(np.exp(tables).sum(-1))
+    noise = rng.normal(size=num) * 0.35 + 1.2 * (rng.random(num) < 0.15) * rng.choice([-1, 1], num)
+    case = Case(
+        groups=groups,
+        logits=logits,
+        ref_logprobs=(own + rng.choice([-1, 1], num) * (0.3 + rng.random(num))).astype(np.float32),
+        teacher_logprobs=(own + rng.normal(size=num) * 0.7).astype(np.float32),
+        values=(rng.random(num) * 0.6 + 0.2).astype(np.float32),
+    )
     for group in groups:
-        for place, rollout in enumerate(group):
-            logits = rng.normal(size=(rollout.num_tokens, WORDS)).astype(np.float32)
-            exact = torch.log_softmax(torch.tensor(logits).double() / TEMPERATURE, -1).numpy()
-            own = exact[np.arange(len(logits)), rollout.completion_token_ids]
-            noise = rng.normal(size=len(own)) * 0.35 + rng.normal() * 0.3
-            noise += 1.2 * (rng.random(len(own)) < 0.15) * rng.choice([-1, 1])
-            group[place] = replace(
-                rollout, rollout_logprobs=np.where(rollout.loss_mask, own - noise, 0).astype(np.float32)
-            )
-            figures[rollout.group_id, rollout.rollout_index] = (
-                logits,
-                (own + rng.choice([-1, 1], len(own)) * (0.3 + rng.random(len(own)))).astype(np.float32),
-                (rng.random(len(own)) * 0.6 + 0.2).astype(np.float32),
-            )
-    return figures
+        for index, rollout in enumerate(group):
+            place = case.places[rollout.group_id, index]
+            logprobs = np.where(rollout.loss_mask, own[place] - noise[place] - rng.normal() * 0.3, 0)
+            group[index] = replace(rollout, rollout_logprobs=logprobs.astype(np.float32))
+    return case
 
 
-GROUPS = _groups()
-FIGURES = _figures(np.random.default_rng(11), GROUPS)
-SUMMARIES = [summarize([group_ref(group)], encode_rollouts("", group))[0] for group in GROUPS]
+def _group(
+    rng, group_id, *, oldest, newest=STEP - 1, has_turns=False, is_equal=False, has_parts=False, has_error=False
+):
+    source = str(rng.choice(list(PARTS)))
+    size = int(rng.integers(3 if has_error else 2, 5))
+    rewards = [1.0] * size if is_equal else [1.0, 0.0, *rng.choice([0.0, 0.25, 1.0], size - 2)]
+    group = []
+    for index, reward in enumerate(rewards):
+        num = int(rng.integers(3 if has_turns else 1, PARTS[source] + 1))
+        turns = _turns(rng, num) if has_turns else ()
+        mask = np.full(num, not turns)
+        for turn in turns:
+            mask[turn.start : turn.end] = True
+        is_error = has_error and index == size - 1
+        rollout = build_rollout(rng, group_id=group_id, rollout_index=index, num_tokens=num, prompt_tokens=2,
+                                reward=None if is_error else float(reward), group_size=size)  # fmt: skip
+        group.append(
+            replace(
+                rollout,
+                source=source,
+                completion_token_ids=(rollout.completion_token_ids % WORDS).astype(np.int32),
+                weight_spans=_spans(rng, num, oldest, newest),
+                loss_mask=mask,
+                turn_spans=turns,
+                turn_rewards=tuple(rng.choice([0.0, 0.5, 1.0], len(turns)).tolist()) if has_parts else (),
+                max_tokens=MAX_TOKENS,
+                finish_reason=FinishReason.LENGTH if rng.random() < 0.25 else FinishReason.STOP,
+            )
+        )
+    return group
+
+
+def _turns(rng, num):
+    """Turns of one or two tokens; the tokens between them, and perhaps some at the end, are of the environment."""
+    turns, start = [], 0
+    while start < num:
+        end = min(num, start + int(rng.integers(1, 3)))
+        turns.append(TurnSpan(start, end))
+        start = end + 1
+    return tuple(turns)
+
+
+def _spans(rng, num, oldest, newest):
+    versions = np.sort(rng.integers(oldest, newest + 1, num)).tolist()
+    starts = [t for t in range(num) if t == 0 or versions[t] != versions[t - 1]]
+    return tuple(
+        WeightSpan(versions[start], start, end) for start, end in zip(starts, [*starts[1:], num], strict=True)
+    )
 
 
 def config_of(values):
     """The configuration of nested values, in the sizes of these groups."""
     schedule = {"max_lag": MAX_LAG, **values.get("schedule", {})}
     rollouts = {"max_tokens": MAX_TOKENS, "group_size": 2, "temperature": TEMPERATURE, **values.get("rollouts", {})}
-    trainer = {"pack_tokens": 16, "groups_per_step": 64, **values.get("trainer", {})}
+    trainer = {"pack_tokens": 40, "groups_per_step": 64, **values.get("trainer", {})}
     return build_config({**values, "schedule": schedule, "rollouts": rollouts, "trainer": trainer})
 
 
-def measured(config):
-    """The gradient by the code under test: (group, index) -> gradient of the logits [C, WORDS], of the values [C]."""
+def measured(case, config):
+    """The gradient by the code under test, summed over ranks: of the logits [tokens, WORDS] and values [tokens]."""
     kept = [
-        group for group, summary in zip(GROUPS, SUMMARIES, strict=True)
+        group for group, summary in zip(case.groups, case.summaries, strict=True)
         if not is_filtered(summary, config)
         and deadline(summary, STEP, max_lag=config.schedule.max_lag, stale=config.schedule.stale) is not None
     ]  # fmt: skip
     rows = assemble_rows(STEP, kept, config).rows
-    leaves = {
-        key: (torch.tensor(logits).requires_grad_(), torch.tensor(values).requires_grad_())
-        for key, (logits, _, values) in FIGURES.items()
-    }
-    has_values = config.loss.advantage == "value"
-    for batch in PackBatcher(config.trainer.pack_tokens, skips_backward=config.skips_backward).rows(rows):
-        if not batch.needs_backward:
-            continue
-        packed = [rows[row].rollout for row in batch.row_S.tolist()]
-        keys = [(rollout.group_id, rollout.rollout_index) for rollout in packed]
-        chosen = [torch.tensor(rollout.loss_mask.nonzero()[0]) for rollout in packed]
-        pairs = list(zip(keys, chosen, strict=True))
-        hidden_NC = torch.cat([leaves[key][0][places] for key, places in pairs])
-        logprobs_N, entropy_N = token_logprobs(
-            hidden_NC, torch.eye(WORDS), batch.target_ids_N, temperature=config.rollouts.temperature
+    logits, values = (torch.tensor(leaf).requires_grad_() for leaf in (case.logits, case.values))
+    batcher = PackBatcher(config.trainer.pack_tokens, config.trainer.packing, skips_backward=config.skips_backward)
+    plan = batcher.plan(rows, config.trainer.ranks)
+    for batch in (batch for packs in plan for batch in batcher.planned(rows, packs)):
+        if batch.needs_backward and not batch.is_empty:
+            _add_pack(case, config, rows, batch, logits, values)
+    return tuple(
+        np.zeros(leaf.shape) if leaf.grad is None else leaf.grad.double().numpy() for leaf in (logits, values)
+    )
+
+
+def _add_pack(case, config, rows, batch, logits, values):
+    packed = [rows[row].rollout for row in batch.row_S.tolist()]
+    starts = [case.places[rollout.group_id, rollout.rollout_index].start for rollout in packed]
+    places = torch.tensor(
+        np.concatenate(
+            [start + rollout.loss_mask.nonzero()[0] for start, rollout in zip(starts, packed, strict=True)]
         )
-        values_N = torch.cat([leaves[key][1][places] for key, places in pairs]) if has_values else None
-        ref_N = torch.cat([torch.tensor(FIGURES[key][1])[places] for key, places in pairs])
-        reference = (lambda _, ref_N=ref_N: (ref_N,)) if config.loss.kl_coefficient else None
-        output = PolicyOutput(logprobs_N, entropy_N, values_N)
-        pack_loss(batch, output, config.loss, version=STEP - 1, reference=reference).loss.backward()
-    return {
-        key: tuple(
-            np.zeros(leaf.shape) if leaf.grad is None else leaf.grad.double().numpy() for leaf in pair
-        )
-        for key, pair in leaves.items()
-    }  # fmt: skip
+    )
+    logprobs_N, entropy_N = token_logprobs(
+        logits[places], torch.eye(WORDS), batch.target_ids_N, temperature=config.rollouts.temperature
+    )
+    is_masked_N = torch.ones(len(places), dtype=torch.bool)
+    is_masked_N[batch.trained_M] = False
+
+    def model(figures):
+        """A model's log-probabilities; nothing that it says of a masked token may reach the gradient."""
+        return lambda _: (torch.tensor(figures)[places].masked_fill(is_masked_N, math.nan),)
+
+    loss = config.loss
+    pack_loss(
+        batch,
+        PolicyOutput(logprobs_N, entropy_N, values[places] if loss.advantage == "value" else None),
+        loss,
+        version=STEP - 1,
+        reference=model(case.ref_logprobs) if loss.kl_coefficient else None,
+        teacher=model(case.teacher_logprobs) if loss.teacher else None,
+    ).loss.backward()
 
 
-# ---- once more, from docs/algorithms.md ------------------------------------------------------------------------
+# ---- once more, from the papers and docs/algorithms.md -------------------------------------------------------------
 
 
-def wanted(config):
-    """The same gradient in float64, from the formulas of docs/algorithms.md."""
+def wanted(case, config):
+    """The same gradient in float64."""
     groups = [
-        [rollout for rollout in group if rollout.reward is not None] for group in GROUPS if _is_trained(group, config)
+        [rollout for rollout in group if rollout.reward is not None]
+        for group in case.groups
+        if _is_trained(group, config)
     ]
     counts = [[int(rollout.loss_mask.sum()) for rollout in group] for group in groups]
     num_tokens, num_rollouts = sum(map(sum, counts)), sum(map(len, counts))
-    gradients = {
-        key: (np.zeros(logits.shape), np.zeros(values.shape)) for key, (logits, _, values) in FIGURES.items()
-    }
+    of_logits, of_values = np.zeros(case.logits.shape), np.zeros(case.values.shape)
     for group, group_counts in zip(groups, counts, strict=True):
         for rollout, advantages, count in zip(group, _advantages(group, config), group_counts, strict=True):
             weight = {
@@ -172,9 +222,14 @@ def wanted(config):
             }[config.loss.normalization]
             if config.loss.overlong_filtering and rollout.finish_reason == "length":
                 continue
-            key = (rollout.group_id, rollout.rollout_index)
-            _add_rollout(rollout, advantages, weight, config, FIGURES[key], *gradients[key])
-    return gradients
+            place = case.places[rollout.group_id, rollout.rollout_index]
+            figures = [
+                array[place].astype(np.float64).tolist()
+                for array in (case.ref_logprobs, case.teacher_logprobs, case.values)
+            ]
+            logits = case.logits[place].astype(np.float64)
+            _add_rollout(rollout, advantages, weight, config, logits, figures, of_logits[place], of_values[place])
+    return of_logits, of_values
 
 
 def _versions(rollout):
@@ -192,24 +247,30 @@ def _is_trained(group, config):
     return not (config.rollouts.filter_zero_variance and is_equal)
 
 
+def _shaped_reward(rollout, config):
+    """The reward with DAPO's soft overlong punishment, by the limit of the rollout's part of a mixture."""
+    limit, k = MAX_TOKENS, config.reward.overlong_tokens
+    if config.mixture:
+        part = config.mixture[rollout.source]
+        limit, k = part.max_tokens or MAX_TOKENS, part.reward["overlong_tokens"]
+    return rollout.reward - (min(1, max(0, (rollout.num_tokens - (limit - k)) / k)) if k else 0)
+
+
 def _advantages(group, config):
     """For each rollout the advantage of each completion token; with values the reward."""
-    loss, rewards = config.loss, []
-    for rollout in group:
-        k, c = config.reward.overlong_tokens, rollout.num_tokens
-        rewards.append(rollout.reward - (min(1, max(0, (c - (MAX_TOKENS - k)) / k)) if k else 0))
+    rewards = [_shaped_reward(rollout, config) for rollout in group]
     mean = sum(rewards) / len(rewards)
     std = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
     found = []
     for i, rollout in enumerate(group):
         others = [reward for j, reward in enumerate(rewards) if j != i]
-        if loss.advantage != "turn":
+        if config.loss.advantage != "turn":
             advantage = {
                 "leave_one_out": rewards[i] - sum(others) / len(others),
                 "group_mean": rewards[i] - mean,
                 "standardized": (rewards[i] - mean) / (std + 1e-4),
                 "value": rewards[i],
-            }[loss.advantage]
+            }[config.loss.advantage]
             found.append([advantage] * rollout.num_tokens)
             continue
         turns = rollout.turn_spans or [(0, rollout.num_tokens)]
@@ -227,10 +288,10 @@ def _advantages(group, config):
     return found
 
 
-def _add_rollout(rollout, advantages, weight, config, figures, of_logits, of_values):
+def _add_rollout(rollout, advantages, weight, config, logits, figures, of_logits, of_values):
     """Add the gradient of the terms of a rollout with respect to its logits and values."""
     loss, temperature = config.loss, config.rollouts.temperature
-    logits, ref_logprobs, values = (figure.astype(np.float64) for figure in figures)
+    ref_logprobs, teacher_logprobs, values = figures
     lags = [STEP - 1 - version for version in _versions(rollout)]
     trained = [t for t in range(rollout.num_tokens) if rollout.loss_mask[t] and lags[t] <= config.schedule.max_lag]
     if not trained:
@@ -243,34 +304,28 @@ def _add_rollout(rollout, advantages, weight, config, figures, of_logits, of_val
     mean_log_ratio = sum(log_ratios[t] for t in trained) / len(trained)
     if loss.sequence_ratio_max and abs(mean_log_ratio) > math.log(loss.sequence_ratio_max):
         return
-    by_token = loss.advantage in ("turn", "value")
-    slopes = dict.fromkeys(trained, 0.0)  # d loss / d trainer_logprob, by token
     for t in trained:
         advantage = advantages[t] - (values[t] if loss.advantage == "value" else 0)
-        is_masked = loss.negative_kl_max and -mean_log_ratio > loss.negative_kl_max and advantage < 0
-        if is_masked:
-            pass
-        elif loss.kind == "gspo":
-            slope = -_bounded_slope(math.exp(mean_log_ratio), advantage, loss)
-            for other in [t] if by_token else trained:  # GSPO-token, or the gradient of the mean
-                slopes[other] += slope / (1 if by_token else len(trained))
-        else:
-            slopes[t] += _slope(loss, logprobs[t], log_ratios[t], advantage, lags[t])
+        if loss.teacher:
+            gap = teacher_logprobs[t] - logprobs[t]
+            advantage = loss.reward_coefficient * advantage + loss.teacher_coefficient * gap
+        slope = 0.0  # d loss / d trainer_logprob
+        if not (loss.negative_kl_max and -mean_log_ratio > loss.negative_kl_max and advantage < 0):
+            slope = _slope(loss, logprobs[t], log_ratios[t], mean_log_ratio, advantage, lags[t])
         if loss.kl_coefficient:
             plain = 1 - math.exp(ref_logprobs[t] - logprobs[t])
             weighted = math.exp(log_ratios[t]) * (logprobs[t] - ref_logprobs[t])
-            slopes[t] += loss.kl_coefficient * (weighted if loss.kl_weighted else plain)
+            slope += loss.kl_coefficient * (weighted if loss.kl_weighted else plain)
         if loss.advantage == "value":
             of_values[t] += weight * loss.value_coefficient * (values[t] - advantages[t])
-    for t in trained:
         probabilities = np.exp(tables[t])
         entropy = -(probabilities * tables[t]).sum()
         of_logprob = (np.arange(WORDS) == ids[t]) - probabilities
         of_entropy = -probabilities * (tables[t] + entropy)
-        of_logits[t] += weight / temperature * (slopes[t] * of_logprob - loss.entropy_bonus * of_entropy)
+        of_logits[t] += weight / temperature * (slope * of_logprob - loss.entropy_bonus * of_entropy)
 
 
-def _slope(loss, logprob, log_ratio, advantage, lag):
+def _slope(loss, logprob, log_ratio, mean_log_ratio, advantage, lag):
     """d loss_t / d trainer_logprob_t for loss_t of the table in docs/algorithms.md."""
     ratio = math.exp(log_ratio)
     if loss.kind == "reinforce":
@@ -288,6 +343,8 @@ def _slope(loss, logprob, log_ratio, advantage, lag):
         alpha = 1 / (lag + 1)
         behaviour = min(math.exp((1 - alpha) * log_ratio), loss.ratio_max)
         return -behaviour * _bounded_slope(math.exp(alpha * log_ratio), advantage, loss)
+    if loss.kind == "gspo":  # GSPO-token: the ratio of the rollout, and the gradient at the token itself
+        return -_bounded_slope(math.exp(mean_log_ratio), advantage, loss)
     return -_bounded_slope(ratio, advantage, loss)
 
 
