@@ -7,35 +7,39 @@ The trainer scores a few rollouts again under the versions that sampled their to
     stale_kv     the same on the tokens after these: with engine.kv=keep, older weights computed part of their context
     staleness    current policy - version of the token, both by the trainer: how far the policy has moved since
 
-Only mismatch raises an alarm: the other two are expected in an asynchronous run.
+Only mismatch raises an alarm: the other two are expected in an asynchronous run. `HealthyMean` is the run's own
+figure of healthy engines, and `Evidence` compares one actor with this figure.
 
 Shapes: M = tokens of one actor.
 """
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl_core.algo.parity import PARITY_BOUNDS
+from pipelinerl_core.algo.parity import LEAST_HEALTHY_MEAN, PARITY_BOUNDS
 from pipelinerl_core.types import Rollout
 
 Float64Array = NDArray[np.float64]
 
-MIN_TOKENS = 32
-"""An actor with fewer tokens in its window raises no alarm."""
-WINDOW_TOKENS = 256
-"""A window keeps the newest steps that together have this many tokens: long enough for an estimate, short enough that
-an engine that fails late is noticed after a few steps."""
-# The mean of few tokens can be one outlier. A single outlier has a mean of one standard error, k outliers sqrt(k).
-_MEAN_ERRORS = 2.0
-# A signed mean and a difference of means are tested at every step of a run, hence far out in the tail.
-_TEST_ERRORS = 5.0
-# Share of the bound of the mean by which an actor may differ from the other actors, for example by its processor.
-_OTHERS_SHARE = 0.5
+ALLOWANCE = 2.0
+"""An actor may differ by this many times the healthy mean: lengths and entropy drift during a run, and with them the
+rounding."""
+HEALTHY_TOKENS = 512
+"""The healthy mean is measured on at least this many tokens."""
+# The first healthy mean counts as this many comparisons, and every later one as at most this many.
+_FIRST_WEIGHT, _LAST_WEIGHT = 10, 100
+# An actor with fewer of these tokens does not count in the healthy mean.
+_MIN_TOKENS = 32
+# Differences count in units of the healthy mean, each at most this: a healthy engine has a few large ones.
+_LARGEST = 40.0
+# One comparison counts as at most this many tokens: many tokens of few rollouts are not independent.
+_MOST_TOKENS = 64
+# The sum at which the alarm begins. On recorded streams healthy engines reach a quarter (docs/off-policy.md).
+_LIMIT = 200.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,59 +67,86 @@ def num_fresh_tokens(rollout: Rollout) -> int:
     return next((span.start for span in rollout.weight_spans if span.version != first), rollout.num_tokens)
 
 
-class MismatchWindow:
-    """The newest mismatches of one actor."""
+class HealthyMean:
+    """The mean |difference| of healthy engines: measured on the first tokens of a run, then followed slowly.
 
-    def __init__(self) -> None:
-        self._steps: deque[Float64Array] = deque()
+    The figure is the run's, not the actor's: with a figure of its own, an actor that is wrong from its start would be
+    its own norm. At the start each actor counts once, and the median actor is the figure. Later comparisons without
+    an alarm move it by a tenth of their difference, soon by a hundredth: lengths and entropy drift, and with LoRA in
+    bfloat16 the merged weights are rounded after version 0 only.
+    """
 
-    def add(self, differences_M: Float64Array) -> None:
-        """Add the tokens of a step, engine - trainer in nats; not a number counts as infinite."""
-        if len(differences_M):
-            self._steps.append(np.nan_to_num(differences_M, nan=np.inf))
-        while sum(map(len, self._steps)) - len(self._steps[0] if self._steps else ()) >= WINDOW_TOKENS:
-            self._steps.popleft()
+    def __init__(self, dtype: Literal["float32", "bfloat16"]) -> None:
+        """dtype: type of the model's weights."""
+        self._least, self._most = LEAST_HEALTHY_MEAN[dtype], PARITY_BOUNDS[dtype]["mean"] / ALLOWANCE
+        self._first: dict[str, list[Float64Array]] = {}
+        self._num_comparisons = _FIRST_WEIGHT
+        self.mean: float | None = None
+        """Nats; None before HEALTHY_TOKENS tokens."""
+
+    def adopt(self, mean: float) -> None:
+        """Continue with the figure of an earlier start of the trainer."""
+        self.mean, self._num_comparisons = mean, _LAST_WEIGHT
+
+    def measure(self, differences: Mapping[str, Float64Array]) -> None:
+        """Add tokens of the start, by actor, engine - trainer in nats; no effect once the mean is known."""
+        if self.mean is not None:
+            return
+        for actor, differences_M in differences.items():
+            self._first.setdefault(actor, []).append(np.abs(differences_M))
+        first = [np.concatenate(parts) for parts in self._first.values()]
+        means = sorted(float(sizes_M.mean()) for sizes_M in first if len(sizes_M) >= _MIN_TOKENS)
+        if means and sum(map(len, first)) >= HEALTHY_TOKENS and np.isfinite(means).all():
+            self.mean = means[(len(means) - 1) // 2]
+            self._first.clear()
+
+    def follow(self, differences_M: Float64Array) -> None:
+        """Move towards a comparison of an actor without an alarm; a fault that is not noticed yet moves it little."""
+        if self.mean is not None and len(differences_M):
+            newest = min(float(np.abs(differences_M).mean()), ALLOWANCE * self.norm)
+            self.mean += (newest - self.mean) / self._num_comparisons
+            self._num_comparisons = min(self._num_comparisons + 1, _LAST_WEIGHT)
 
     @property
-    def values_M(self) -> Float64Array:
-        """[M] all of them."""
-        return np.concatenate(self._steps) if self._steps else np.zeros(0)
+    def is_refused(self) -> bool:
+        """Whether the mean is too large for rounding, so that it is no norm."""
+        return self.mean is not None and self.mean > self._most
+
+    @property
+    def norm(self) -> float:
+        """The mean to compare with; the alarm's bound, ALLOWANCE times the norm, is at most the parity gate's."""
+        return self._most if self.mean is None else min(max(self.mean, self._least), self._most)
 
 
-def alarm(own_M: Float64Array, others: Sequence[Float64Array], dtype: Literal["float32", "bfloat16"]) -> str:
-    """What is wrong with an actor, as text; empty if its tokens look as they should, or are too few.
+class Evidence:
+    """Whether the tokens of one actor differ by more than healthy engines': a one-sided cumulative sum (CUSUM).
 
-    The bounds are those of the parity gate (`PARITY_BOUNDS`) on mean and signed mean. The bounds on the largest
-    differences are left to the gate: a run re-scores for days, and the largest of many differences grows.
-
-    Args:
-        own_M: engine - trainer of the actor's tokens without older context, nats.
-        others: the same of each other actor.
-        dtype: type of the model's weights.
+    Every token adds its |difference| in units of the healthy mean, less ALLOWANCE. The sum stays between 0 and a
+    limit. At the limit the alarm begins, and below half of the limit it ends. So evidence of many comparisons adds
+    up, and a few comparisons without a fault end the alarm.
     """
-    if len(own_M) < MIN_TOKENS:
-        return ""
-    bounds = PARITY_BOUNDS[dtype]
-    mean, error = _mean(np.abs(own_M))
-    if not mean - _MEAN_ERRORS * error <= bounds["mean"]:
-        return f"mean |difference| {mean:.2g} over {len(own_M)} tokens (at most {bounds['mean']:.2g})"
-    signed, signed_error = _mean(own_M)
-    bound = max(bounds.get("signed_mean", np.inf), _TEST_ERRORS * signed_error)
-    if not abs(signed) <= bound:
-        return f"signed mean difference {signed:.2g} over {len(own_M)} tokens (at most {bound:.2g})"
-    enough = [other_M for other_M in others if len(other_M) >= MIN_TOKENS]
-    if not enough:
-        return ""
-    # Each actor counts once, and the median actor is the measure: one other actor that fails does not hide this one.
-    other, other_error = sorted(_mean(np.abs(other_M)) for other_M in enough)[(len(enough) - 1) // 2]
-    bound = max(_OTHERS_SHARE * bounds["mean"], _TEST_ERRORS * float(np.hypot(error, other_error)))
-    if mean - other > bound:
-        return f"mean |difference| {mean:.2g} over {len(own_M)} tokens, {other:.2g} on the other actors"
-    return ""
 
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._num_tokens = 0  # since the sum was 0, like the next
+        self._total = 0.0  # nats
+        self.is_alarm = False
 
-def _mean(values_M: Float64Array) -> tuple[float, float]:
-    """Mean and its standard error; infinite values have an error of 0, so that they break every bound."""
-    if not np.isfinite(values_M).all():
-        return float("inf"), 0.0
-    return float(values_M.mean()), float(values_M.std(ddof=1)) / len(values_M) ** 0.5
+    def add(self, differences_M: Float64Array, norm: float) -> None:
+        """Add the tokens of a comparison, engine - trainer in nats; not a number is an alarm."""
+        if not len(differences_M):
+            return
+        sizes_M = np.minimum(np.nan_to_num(np.abs(differences_M), nan=np.inf) / norm, _LARGEST)
+        change = float(sizes_M.mean() - ALLOWANCE) * min(len(sizes_M), _MOST_TOKENS)
+        self._sum = min(max(0.0, self._sum + change), _LIMIT) if np.isfinite(differences_M).all() else _LIMIT
+        self._num_tokens, self._total = self._num_tokens + len(sizes_M), self._total + norm * float(sizes_M.sum())
+        if not self._sum:
+            self._num_tokens, self._total = 0, 0.0
+        self.is_alarm = self._sum >= _LIMIT or (self.is_alarm and self._sum > _LIMIT / 2)
+
+    def text(self, norm: float) -> str:
+        """What is wrong, empty without an alarm."""
+        if not self.is_alarm:
+            return ""
+        mean = self._total / self._num_tokens
+        return f"mean |difference| {mean:.2g} over {self._num_tokens} tokens ({norm:.2g} is healthy)"

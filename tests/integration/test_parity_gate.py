@@ -63,17 +63,21 @@ def as_rollout(prompt, completion) -> Rollout:
     )
 
 
+def gate(learner, rollouts, config):
+    return check_parity(rollouts, learner.logprobs_of(rollouts), config)
+
+
 def test_the_gate_prints_both_figures_and_refuses_a_perturbed_head(prepared_model, caplog):
     config = load_config("quickstart", [f"rollouts.temperature={TEMPERATURE}"])
     learner = build_alone(config)
     with caplog.at_level("INFO"):
-        report = check_parity(learner, sample(config, lambda: perturbed(config, 0.0)), config)
+        report = gate(learner, sample(config, lambda: perturbed(config, 0.0)), config)
     assert report.num_tokens > 100
     assert report.mean <= 1e-5
     assert report.max <= 1e-3
     assert re.search(r"parity gate: .*mean .* max ", caplog.text)
     with pytest.raises(ParityError, match=r"mean .* max "):
-        check_parity(learner, sample(config, lambda: perturbed(config, 0.01)), config)
+        gate(learner, sample(config, lambda: perturbed(config, 0.01)), config)
 
 
 VLLM_MARKS = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # see tests/contract
@@ -87,7 +91,7 @@ def test_every_engine_passes_with_every_type_of_weights(prepared_model, tmp_path
     overrides = [f"engine.kind={kind}", f"model.dtype={dtype}", f"rollouts.temperature={TEMPERATURE}"]
     config = load_config("quickstart", [*overrides, "engine.kv_gigabytes=0.25"])
     rollouts = sample(config, lambda: open_engine(config, run_id=tmp_path.name, name="actor-0"))
-    report = check_parity(build_alone(config), rollouts, config)
+    report = gate(build_alone(config), rollouts, config)
     print(f"{kind} {dtype}: mean {report.mean:.2g} max {report.max:.2g} over {report.num_tokens} tokens")  # noqa: T201
     mean, largest = EXPECTED[dtype]
     assert 0 < report.mean <= mean

@@ -56,7 +56,7 @@ from pipelinerl_core.run.history import check_not_fenced, counted_commit_keys, r
 from pipelinerl_core.run.records import EpochRecord, batch_key, quarantined_key
 from pipelinerl_core.telemetry.metrics import step_metrics
 from pipelinerl_core.telemetry.parts import PartMetrics
-from pipelinerl_core.types import FileEntry, GroupKey, GroupRef, Rollout, TrainingRow
+from pipelinerl_core.types import FileEntry, Float32Array, GroupKey, GroupRef, Rollout, TrainingRow
 from pipelinerl_core.weights.files import entry_of
 
 if TYPE_CHECKING:
@@ -152,6 +152,7 @@ class Trainer:
         commit = adopt(self._store, self._learner, commits, self._config, self._watch.replayed)
         self._committer.adopt(commit)
         weights = self._learner.weights()
+        self._rescoring.adopt(commit.metrics)
         self._rescoring.published(commit.step, weights)
         self._committer.republish(commit, weights)
         self._samples = int(commit.metrics.get("progress/samples", 0))
@@ -409,14 +410,20 @@ class Trainer:
         # No token is newer than the trainer's version, so a rollout without older context has this version only.
         fresh = [row.rollout for row in rows if [span.version for span in row.rollout.weight_spans] == [version]]
         if fresh and not self._parity_checked:
-            check_parity(self._learner, fresh[:_PARITY_ROLLOUTS], self._config)
+            compared = fresh[:_PARITY_ROLLOUTS]
+            scores = self._learner.logprobs_of(compared)
+            check_parity(compared, scores, self._config)
+            self._rescoring.measure(compared, scores)
             self._parity_checked = True
 
 
-def check_parity(learner: Learner, rollouts: list[Rollout], config: RunConfig) -> ParityReport:
-    """Apply the parity gate to rollouts sampled with the learner's weights. Raises ParityError beyond the bound."""
+def check_parity(rollouts: list[Rollout], scores: list[Float32Array], config: RunConfig) -> ParityReport:
+    """Apply the parity gate to rollouts sampled with the learner's weights. Raises ParityError beyond the bound.
+
+    scores: the learner's log-probabilities of the completion tokens of each rollout.
+    """
     is_sampled = np.concatenate([rollout.loss_mask for rollout in rollouts])
-    trainer_logprobs = np.concatenate(learner.logprobs_of(rollouts))[is_sampled]
+    trainer_logprobs = np.concatenate(scores)[is_sampled]
     rollout_logprobs = np.concatenate([rollout.rollout_logprobs for rollout in rollouts])[is_sampled]
     report = logprob_parity(rollout_logprobs, trainer_logprobs, config.dtype)
     logger.info("parity gate: %s", report)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipelinerl_core.algo.rescoring import Float64Array, MismatchWindow, alarm, num_fresh_tokens, owners
+from pipelinerl_core.algo.rescoring import Evidence, Float64Array, HealthyMean, num_fresh_tokens, owners
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ParityError
 from pipelinerl_core.interfaces import Rescorer
@@ -84,9 +84,32 @@ class KeptVersions:
 class _Differences:
     """Differences of one actor in one step, nats."""
 
-    mismatch: list[Float64Array] = field(default_factory=list)
+    mismatch: dict[int, list[Float64Array]] = field(default_factory=dict)
+    """By the version that the tokens name."""
     stale_kv: list[Float64Array] = field(default_factory=list)
     staleness: list[Float64Array] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Watched:
+    """What is known of one actor epoch."""
+
+    scored_at: int = 0
+    evidence: Evidence = field(default_factory=Evidence)
+    alarmed_at: int | None = None
+    """The trainer's version when the alarm began."""
+    later: Evidence = field(default_factory=Evidence)
+    """On the tokens of newer versions than this one alone: an alarm here means that the fault has not healed."""
+
+    def add(self, version: int, mismatch: Mapping[int, Sequence[Float64Array]], norm: float) -> None:
+        self.scored_at = version
+        self.evidence.add(_joined_versions(mismatch), norm)
+        if not self.evidence.is_alarm:
+            self.alarmed_at, self.later = None, Evidence()
+            return
+        if self.alarmed_at is None:
+            self.alarmed_at = version
+        self.later.add(_joined_versions(mismatch, after=self.alarmed_at), norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +137,8 @@ class Rescoring:
         self._current: dict[str, torch.Tensor] = {}
         self._due = 0.0  # rollouts
         self._chosen_at: dict[str, int] = {}  # by actor, version at which a rollout was chosen last
-        self._windows: dict[str, MismatchWindow] = {}  # by "<actor>/<epoch>", like the next two
-        self._scored_at: dict[str, int] = {}
+        self._healthy = HealthyMean(config.dtype)
+        self._watched: dict[str, _Watched] = {}  # by "<actor>/<epoch>", like the next
         self._alarmed: dict[str, str] = {}
         self.expelled: set[ActorKey] = set()
         """Actors that the hub must not serve any more."""
@@ -125,6 +148,30 @@ class Rescoring:
                 "compares the engines' versions after the first step (trainer.rescore_share=0 hides this line)",
                 config.learner.kind,
             )
+
+    def adopt(self, metrics: Mapping[str, float]) -> None:
+        """Continue a run with the healthy mean of its newest commit: engines may have failed since the start."""
+        if "rescored/healthy" in metrics:
+            self._healthy.adopt(metrics["rescored/healthy"])
+
+    def measure(self, rollouts: Sequence[Rollout], scores: Sequence[Float32Array]) -> None:
+        """Take the rollouts of the parity gate, and the trainer's log-probabilities, as those of healthy engines."""
+        found: dict[str, list[Float64Array]] = {}
+        for rollout, score in zip(rollouts, scores, strict=True):
+            mask = rollout.loss_mask
+            found.setdefault(rollout.actor, []).append(_difference(rollout.rollout_logprobs[mask], score[mask]))
+        self._measure({actor: _joined(parts) for actor, parts in found.items()})
+
+    def _measure(self, differences: Mapping[str, Float64Array]) -> None:
+        if self._healthy.mean is not None:
+            return
+        self._healthy.measure(differences)
+        if self._healthy.is_refused:
+            logger.warning(
+                "the engines differ from the trainer by %.2g nats per token at the start, more than the rounding of "
+                "model.dtype=%s: actors are compared with %.2g instead (docs/off-policy.md)",
+                self._healthy.mean, self._config.dtype, self._healthy.norm,
+            )  # fmt: skip
 
     def published(self, version: int, weights: "Mapping[str, torch.Tensor]") -> None:
         """The learner has the weights of `version`. weights: the result of `Learner.weights`, which may be kept."""
@@ -232,31 +279,31 @@ class Rescoring:
                 if span.version not in scores or start >= end:
                     continue
                 mask = rollout.loss_mask[start:end]
-                scored = scores[span.version][start:end][mask].astype(np.float64)
-                kind = differences.mismatch if start < num_fresh else differences.stale_kv
-                kind.append(rollout.rollout_logprobs[start:end][mask].astype(np.float64) - scored)
+                scored = scores[span.version][start:end][mask]
+                is_fresh = start < num_fresh
+                kind = differences.mismatch.setdefault(span.version, []) if is_fresh else differences.stale_kv
+                kind.append(_difference(rollout.rollout_logprobs[start:end][mask], scored))
                 if span.version != version:
-                    differences.staleness.append(scores[version][start:end][mask].astype(np.float64) - scored)
+                    differences.staleness.append(_difference(scores[version][start:end][mask], scored))
 
     # ---- results ---------------------------------------------------------------------------------------------
 
     def _judge(self, version: int, found: Mapping[str, _Differences]) -> dict[str, RescoredActor]:
+        self._measure({actor: _joined_versions(one.mismatch) for actor, one in found.items()})
+        norm = self._healthy.norm
         for actor, differences in found.items():
-            self._windows.setdefault(actor, MismatchWindow()).add(_joined(differences.mismatch))
-            self._scored_at[actor] = version
-        newest = {name: max(int(one.rpartition("/")[2]) for one in self._windows if one.startswith(f"{name}/"))
-                  for name in {one.rpartition("/")[0] for one in self._windows}}  # fmt: skip
-        for actor in list(self._windows):
+            watched = self._watched.setdefault(actor, _Watched())
+            watched.add(version, differences.mismatch, norm)
+            if not watched.evidence.is_alarm:
+                self._healthy.follow(_joined_versions(differences.mismatch))
+        newest = {name: max(int(one.rpartition("/")[2]) for one in self._watched if one.startswith(f"{name}/"))
+                  for name in {one.rpartition("/")[0] for one in self._watched}}  # fmt: skip
+        for actor, watched in list(self._watched.items()):
             name, _, epoch = actor.rpartition("/")
-            if int(epoch) < newest[name] or self._scored_at[actor] < version - _SILENT_STEPS:
-                del self._windows[actor]
-        values = {actor: window.values_M for actor, window in self._windows.items()}
-        dtype = self._config.dtype
-        alarms = {
-            actor: text
-            for actor, own in values.items()
-            if (text := alarm(own, [other for name, other in values.items() if name != actor], dtype))
-        }
+            if int(epoch) < newest[name] or watched.scored_at < version - _SILENT_STEPS:
+                del self._watched[actor]
+        texts = {actor: watched.evidence.text(norm) for actor, watched in self._watched.items()}
+        alarms = {actor: text for actor, text in texts.items() if text}
         self._log(alarms)
         return {
             actor: _record(found.get(actor, _Differences()), alarms.get(actor, ""))
@@ -264,7 +311,8 @@ class Rescoring:
         }
 
     def _expel(self, actors: Mapping[str, Mapping[str, Any]]) -> None:
-        new = {ActorKey.parse(actor) for actor in self._alarmed} - self.expelled
+        lasting = (actor for actor, watched in self._watched.items() if watched.later.is_alarm)
+        new = {ActorKey.parse(actor) for actor in lasting} - self.expelled
         if not new:
             return
         self.expelled |= new
@@ -297,10 +345,12 @@ class Rescoring:
             if not self._is_available(span.version, version)
         )
         kinds = {
-            name: _joined([part for one in found.values() for part in getattr(one, name)])
-            for name in ("mismatch", "stale_kv", "staleness")
+            "mismatch": _joined([_joined_versions(one.mismatch) for one in found.values()]),
+            "stale_kv": _joined([part for one in found.values() for part in one.stale_kv]),
+            "staleness": _joined([part for one in found.values() for part in one.staleness]),
         }
         means = {f"rescored/{name}": _mean_abs(values) for name, values in kinds.items()}
+        means["rescored/healthy"] = self._healthy.mean
         return {name: mean for name, mean in means.items() if mean is not None} | {
             "rescored/tokens": float(len(kinds["mismatch"]) + len(kinds["stale_kv"])),
             "rescored/gone_tokens": float(gone),
@@ -342,8 +392,17 @@ def _joined(parts: Sequence[Float64Array]) -> Float64Array:
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
+def _joined_versions(mismatch: Mapping[int, Sequence[Float64Array]], *, after: int = -1) -> Float64Array:
+    """Of all versions above `after`."""
+    return _joined([part for version, parts in mismatch.items() if version > after for part in parts])
+
+
+def _difference(one: Float32Array, other: Float32Array) -> Float64Array:
+    return one.astype(np.float64) - other.astype(np.float64)
+
+
 def _record(differences: _Differences, alarm: str) -> RescoredActor:
-    mismatch_M, stale_kv_M = _joined(differences.mismatch), _joined(differences.stale_kv)
+    mismatch_M, stale_kv_M = _joined_versions(differences.mismatch), _joined(differences.stale_kv)
     staleness_M = _joined(differences.staleness)
     return RescoredActor(
         tokens=len(mismatch_M),

@@ -146,9 +146,12 @@ def test_the_parity_gate_takes_no_rollout_with_older_context():
         starts = [0, *(end for _, end in spans)]
         found = tuple(WeightSpan(version, start, end) for (version, end), start in zip(spans, starts, strict=False))
         rows[name] = SimpleNamespace(rollout=replace(rollout, weight_spans=found))
+    measured = []
+    trainer._rescoring.measure = lambda rollouts, scores: measured.append((len(rollouts), len(scores)))
     trainer._pass_parity_gate([rows["old"], rows["mixed"]])
     assert scored == []
     trainer._pass_parity_gate(list(rows.values()))
     trainer._pass_parity_gate(list(rows.values()))
     trainer._committer.close()
     assert scored == [1]
+    assert measured == [(1, 1)]

@@ -95,8 +95,8 @@ def test_tokens_of_a_gone_version_are_counted():
     assert found[1].metrics["rescored/tokens"] == 0
 
 
-def stale_run(keys, actors, *, steps=5):
-    """Actors named True sample from version 0 under every stamp."""
+def stale_run(keys, actors, *, steps=5, healed_at=99):
+    """Actors named True sample from version 0 under every stamp, until the step `healed_at`."""
     learner, config = LEARNERS["all weights"]()
     config = with_keys(config, rescore_share=1.0, **keys)
     first, _ = LEARNERS["all weights"]()
@@ -110,7 +110,12 @@ def stale_run(keys, actors, *, steps=5):
         sampled = [
             row
             for (name, is_stale), part in zip(actors.items(), parts, strict=True)
-            for row in stamped(first if is_stale else learner, [rows[i] for i in part], learner.version, actor=name)
+            for row in stamped(
+                first if is_stale and step < healed_at else learner,
+                [rows[i] for i in part],
+                learner.version,
+                actor=name,
+            )
         ]
         found.append(rescoring.rescore(learner.version, sampled, {}, samples))
         learner.step(sampled)
@@ -132,6 +137,39 @@ def test_all_stale_actors_are_named_and_by_default_only_told():
     assert found[-1].alarms.keys() == {"actor-0/0", "actor-1/0"}
     assert found[-1].metrics["rescored/alarms"] == 2
     assert rescoring.expelled == set()
+
+
+def test_one_skipped_swap_is_told_and_expels_no_actor():
+    """Tokens of version 1 came from version 0; those of the later versions are right."""
+    rescoring, found = stale_run({"rescore_alarm": "expel"}, {"actor-0": True}, steps=7, healed_at=3)
+    told = [bool(one.alarms) for one in found]
+    assert told[:2] == [False, True]
+    assert not any(told[-2:])
+    assert rescoring.expelled == set()
+
+
+def test_the_healthy_mean_is_a_metric_and_a_restart_keeps_it():
+    learner, config = LEARNERS["all weights"]()
+    config = with_keys(config, rescore_share=1.0)
+    rows = stamped(learner, rows_of(config, 1, num_groups=60), 0)
+    restarted = []
+    for metrics in ({}, {"rescored/healthy": 2e-5}):
+        rescoring = Rescoring(learner.rescorer, config)
+        rescoring.adopt(metrics)
+        rescoring.published(0, learner.weights())
+        restarted.append(rescoring.rescore(0, rows, {}, {}).metrics["rescored/healthy"])
+    assert 0 <= restarted[0] < 1e-6
+    assert restarted[1] == pytest.approx(2e-5, rel=0.02)
+
+
+def test_a_mean_that_rounding_does_not_explain_is_told(caplog):
+    learner, config = LEARNERS["all weights"]()
+    rollouts = [row.rollout for row in stamped(learner, rows_of(config, 1, num_groups=60), 0)]
+    scores = [rollout.rollout_logprobs + np.float32(8e-5) for rollout in rollouts]
+    rescoring = Rescoring(learner.rescorer, config)
+    rescoring.measure(rollouts, [rollout.rollout_logprobs for rollout in rollouts[:2]] + scores[2:])
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "more than the rounding of model.dtype=float32" in caplog.text
 
 
 def test_the_last_actor_is_not_expelled_but_ends_the_run():
