@@ -36,7 +36,7 @@ GROUPS = {
     "ranks": ("test_trainer_ranks",),
     "packages": (  # call apt-get, pip or make
         "test_wheel", "test_browser", "test_compose_commands", "test_infra_schemas", "test_infra_tools",
-        "test_local_server", "test_what_if",
+        "test_local_server",
     ),
 }  # fmt: skip
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}

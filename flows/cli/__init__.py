@@ -27,7 +27,6 @@ from pipelinerl.flows.cli import (
     runs,
     simulate,
     status,
-    study,
     train,
 )
 from pipelinerl.flows.cli.console import answer, exit_codes
@@ -50,7 +49,6 @@ COMMANDS = (
     evaluate.evaluate,
     export.export,
     compare.compare,
-    study.study,
     prepare.prepare,
     init.init,
     config.config,
@@ -76,7 +74,6 @@ app = typer.Typer(
     - `pipelinerl status latest` shows the progress of a run
     - `pipelinerl resume latest` continues a run after a stop or a crash
     - `pipelinerl compare` measures which settings reach an accuracy sooner
-    - `pipelinerl study latest --arm learner.lr=1e-4` trains the recorded rollouts with other settings
 
     Results go to stdout (`--json`: one JSON document), logs to stderr. Exit codes: 0 success, 1 failure, 2 bad input,
     4 the store does not answer, 5 training diverged.

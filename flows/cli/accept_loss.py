@@ -23,13 +23,11 @@ def accept_loss(
 
     Example: `pipelinerl accept-loss latest`
     """
-    from pipelinerl_core.run.context import open_run, refuse_arm
     from pipelinerl_core.run.history import accept_lost_commits
     from pipelinerl_core.run.locate import locate_run, refuse_if_live
     from pipelinerl_core.storage.object_store import open_store
 
     url = locate_run(run, root)
-    refuse_arm(open_run(url), "Accept the loss")
     refuse_if_live(url)
     document = accept_lost_commits(open_store(url), is_final=yes)
     line = f"steps after {document['step']} are given up: {document['reason']}"

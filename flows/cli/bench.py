@@ -16,7 +16,6 @@ MODULES = (
     "predictions",
     "sandbox",
     "stream",
-    "study",
     "trainer",
     "vllm",
 )
@@ -32,7 +31,7 @@ def bench(
             "gpu: engines on a GPU; learner: a step compared with a plain loop and TRL; adapters: versions of LoRA; "
             "sandbox: programs of a model per second; "
             "stream: the channel and the hub; trainer: what ranks wait for between steps; demo: a step of the preset "
-            "smollm2; predictions: those of simulate beside runs; study: whether a study ranks arms as fresh runs; "
+            "smollm2; predictions: those of simulate beside runs; "
             "learning: schedules compared, or controls of the objective."
         ),
     ],

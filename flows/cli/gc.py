@@ -14,9 +14,6 @@ def gc(
         bool,
         typer.Option("--rollouts", help="Also delete segments of decided groups; batches keep the trained rollouts."),
     ] = False,
-    whatif: Annotated[
-        bool, typer.Option("--whatif", help="Also delete all arms and studies of what-if replays of the run.")
-    ] = False,
     now: Annotated[bool, typer.Option("--now", help="Delete at once, also what no earlier call has noted.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be deleted; delete nothing.")] = False,
     root: Root = "",
@@ -34,5 +31,5 @@ def gc(
     from pipelinerl_core.run.locate import locate_run
 
     url = locate_run(run, root)
-    flags = {"--rollouts": rollouts, "--whatif": whatif, "--now": now, "--dry-run": dry_run, "--json": as_json}
+    flags = {"--rollouts": rollouts, "--now": now, "--dry-run": dry_run, "--json": as_json}
     run_module("tools.gc", {"run": url}, [flag for flag, is_set in flags.items() if is_set])

@@ -19,11 +19,9 @@ from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_se
 from pipelinerl.flows.cli.console import EXIT_INTERRUPTED, EXIT_TERMINATED, say
 from pipelinerl.flows.cli.local_server import local_server
 from pipelinerl.flows.compare_flow import compare, compare_runs
-from pipelinerl.flows.study_flow import study, study_arms
 from pipelinerl.flows.train_flow import train, train_run
 from pipelinerl.tasks.outage import server_answers
 from pipelinerl_core.comparison.plan import Plan
-from pipelinerl_core.comparison.whatif.study import WhatIf
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ConfigError, PipelineRLError, StoreUnavailable
 from pipelinerl_core.run.context import RunContext
@@ -91,29 +89,6 @@ def run_comparison(plan: Plan, root: str) -> dict[str, Any]:
         say("continue with the same command; finished runs are not repeated")
 
     return _run(lambda: flow(**parameters), first.config, root_url(root), say_how_to_continue)
-
-
-def run_study(planned: WhatIf) -> dict[str, Any]:
-    """Run the study flow in this process for checked arms; returns whatif.json.
-
-    After Ctrl-C or SIGTERM, raises SystemExit like run_training.
-    """
-    run, first, recorded = planned.run, planned.arms[0], planned.arms[0].origin
-    root = run.store.url.rpartition("/")[0]
-    parameters = {
-        "arms": {arm.name: list(arm.origin.overrides) for arm in planned.arms if not arm.is_recorded},
-        "run": run.store.url,
-        "from_step": recorded.first,
-        "to_step": recorded.last,
-        "ess_share": planned.ess_share,
-        "root": root,
-    }
-    flow = _with_body(study, f"study-{run.run_id}", lambda: study_arms(planned))
-
-    def say_how_to_continue() -> None:
-        say("continue with the same command; finished arms are not repeated")
-
-    return _run(lambda: flow(**parameters), first.config, root, say_how_to_continue)
 
 
 def _with_body(flow: Flow[..., Any], name: str, body: Callable[[], Any]) -> Callable[..., Any]:

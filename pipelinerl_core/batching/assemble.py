@@ -69,18 +69,6 @@ def assemble_rows(step: int, groups: Sequence[Sequence[Rollout]], config: RunCon
     )
 
 
-def reassemble_rows(step: int, rows: Sequence[TrainingRow], config: RunConfig) -> list[TrainingRow]:
-    """The recorded rows of a step with the advantages, loss weights and masks of another configuration.
-
-    The rollouts, their rewards and their groups stay; no group is left out or added. With the configuration of the
-    recorded run, the rows are equal to the recorded rows to the last bit. Raises ValueError as `assemble_rows`.
-    """
-    groups: dict[int, list[Rollout]] = {}
-    for row in rows:
-        groups.setdefault(row.rollout.group_id, []).append(row.rollout)
-    return assemble_rows(step, list(groups.values()), config).rows
-
-
 def _advantages(group: Sequence[Rollout], config: RunConfig) -> list[tuple[float, ...]]:
     """For each rollout one advantage, or one per turn."""
     rewards = _rewards(group, config)

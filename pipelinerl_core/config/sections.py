@@ -109,8 +109,8 @@ class FilePrompts(RowPrompts):
 
     kind: Literal["file"] = "file"
     held_out_path: str = ""
-    """kind=file: a file with held-out prompts of one's own, with the same columns; empty: held_out_share of the rows of
-    `path` is held out."""
+    """kind=file: a file with held-out prompts of one's own, with the same columns; empty: held_out_share of the rows
+    of `path` is held out."""
 
 
 class HuggingFacePrompts(RowPrompts):

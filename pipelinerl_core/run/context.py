@@ -86,15 +86,6 @@ def open_run(url: str) -> RunContext:
     return RunContext(store=store, record=record, config=config, token=token)
 
 
-def refuse_arm(run: RunContext, what: str) -> None:
-    """Raise ConfigError if the run is an arm of a what-if replay, which has weights and metrics but no rollouts."""
-    if run.record.replay_of is not None:
-        original = run.record.replay_of.run_id
-        raise ConfigError(
-            f"{run.run_id}: an arm of a replay of {original} has no rollouts of its own. {what} {original} instead"
-        )
-
-
 def resume_overrides(store: ObjectStore) -> tuple[str, ...]:
     """Overrides of all resumes so far."""
     try:

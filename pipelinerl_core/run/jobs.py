@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from pipelinerl_core.config import RunConfig, load_config, resume_config
 from pipelinerl_core.config.mlflow_login import without_logins
-from pipelinerl_core.run.context import RunContext, open_run, refuse_arm
+from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.locate import locate_run, refuse_if_live
 
 
@@ -35,7 +35,6 @@ def resume_job(run: str, overrides: Sequence[str], root: str) -> Job:
     url, overrides = locate_run(run, root), without_logins(overrides)
     refuse_if_live(url)
     found = open_run(url)
-    refuse_arm(found, "Resume")
     changed = replace(found, config=resume_config(found.config, overrides))
     return Job(
         preset=found.run_id,

@@ -24,9 +24,6 @@
   prediction.json                        speed and lag that the simulation predicts; written once
   garbage.json                           what the last `pipelinerl gc` would remove, for the next one
   report.json report.html weights.parquet
-<root>/whatif/<run_id>/arms/<name>-<digest>/
-  run.json epochs/ commits/ weights/ evals/   as above; run.json has replay_of
-  replay.json                            the arm of a what-if replay is trained
 """
 
 import re
@@ -51,9 +48,6 @@ GARBAGE_KEY = "garbage.json"
 REPORT_JSON_KEY = "report.json"
 REPORT_HTML_KEY = "report.html"
 WEIGHTS_TABLE_KEY = "weights.parquet"
-REPLAY_KEY = "replay.json"
-WHATIF_PREFIX = "whatif"
-"""Below the root: <root>/whatif/<run_id>/ has the arms and studies of a run (docs/what-if.md)."""
 ROLES_PREFIX = "roles"
 EVALS_PREFIX = "evals"
 RETIRED_PREFIX = "retired"
@@ -208,20 +202,6 @@ class Record(BaseModel):
     """`run.reading.read_record` reads every record and refuses other versions."""
 
 
-class ReplayOf(BaseModel):
-    """What an arm replays: the recorded run and the steps that are trained again with the settings of the arm."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    url: str
-    """URL of the recorded run."""
-    run_id: str
-    overrides: tuple[str, ...]
-    """Settings that differ from the recorded run; empty: the recorded objective."""
-    first: Step
-    last: Step
-
-
 class RunRecord(Record):
     """run.json."""
 
@@ -235,8 +215,6 @@ class RunRecord(Record):
     mlflow_uri: str | None = None
     reward_sha256: str | None = None
     """The file of reward.function or environment.path, stored as `code_key`; None without such a file."""
-    replay_of: ReplayOf | None = None
-    """Set in the run.json of an arm of a what-if replay (docs/what-if.md), which no trainer continues."""
     part_sha256: dict[str, str] = {}
     """Part of a mixture -> the same of the part; without parts that have no such file."""
 
@@ -451,18 +429,6 @@ class Commit(LedgerSnapshot, Record):
     reserved_at: Seconds
     computed_at: Seconds
     committed_at: Seconds
-
-
-class ReplayRecord(Record):
-    """replay.json of an arm: written when all its steps are trained."""
-
-    first_difference: Step | None
-    """First step whose loss or weights differ, in any bit, from the recorded ones; None: all are equal."""
-    cpu_seconds: Seconds
-    """CPU time of the training process, its start included."""
-    seconds: Seconds
-    finished_at: Seconds
-    """Unix seconds."""
 
 
 class CheckpointManifest(Record):

@@ -1,7 +1,7 @@
 """Runs a tool of the core in a child process, which ends with this process; its errors become ours."""
 
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pipelinerl_core.errors import EXIT_CONFIG, EXIT_STORE, ConfigError, PipelineRLError, StoreUnavailable
@@ -20,11 +20,10 @@ def run_tool(
     flags: Sequence[str] = (),
     *,
     log_path: Path,
-    on_wait: Callable[[], None] = lambda: None,
 ) -> tuple[int, str]:
     """Run `python -m pipelinerl_core.tools.TOOL` with the environment of a role; returns (exit code, stdout).
 
-    log_path: gets stderr. on_wait: called about once a second; an error that it raises ends the child.
+    log_path: gets stderr.
     Raises ConfigError or StoreUnavailable if the child ended with such an error, PipelineRLError if the child failed
     without output.
     """
@@ -40,7 +39,7 @@ def run_tool(
             process_group=0,
         )
         try:
-            output = _wait(process, on_wait)
+            output = _wait(process)
         finally:  # a cancelled flow run must not leave the child running
             process.kill()
             process.wait()
@@ -54,10 +53,10 @@ def run_tool(
     return process.returncode, output
 
 
-def _wait(process: "subprocess.Popen[str]", on_wait: Callable[[], None]) -> str:
+def _wait(process: "subprocess.Popen[str]") -> str:
     """The output of the process; short waits, so that the caller handles signals at once."""
     while True:
         try:
             return process.communicate(timeout=_POLL_SECONDS)[0]
         except subprocess.TimeoutExpired:
-            on_wait()
+            continue

@@ -34,7 +34,7 @@ from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.roles.runtime.process import RUN, run_main
 from pipelinerl_core.run.commits import Commits, read_all_commits, read_commits
 from pipelinerl_core.run.compacted import list_commits
-from pipelinerl_core.run.context import open_run, refuse_arm
+from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import lost_commits
 from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import QUARANTINED_PREFIX, CheckpointManifest, Commit, EpochRecord, checkpoint_prefix
@@ -378,7 +378,6 @@ def main() -> int:
 
 def _audit(arguments: argparse.Namespace) -> int:
     context = open_run(arguments.run)
-    refuse_arm(context, "Audit")
     document = {"run_id": context.run_id, **Audit(context.store, context.config).run().document}
     print(json.dumps(document) if arguments.json else "\n".join(lines(document)))  # noqa: T201
     return 0 if document["closes"] else 1

@@ -1,6 +1,6 @@
 """Garbage collection of a run's objects, also of a live run; the audit closes before and after.
 
-Run: python -m pipelinerl_core.tools.gc --run URL [--rollouts] [--whatif] [--now] [--dry-run] [--json].
+Run: python -m pipelinerl_core.tools.gc --run URL [--rollouts] [--now] [--dry-run] [--json].
 
 The first call notes what is garbage in garbage.json; a later call removes what was noted and still is garbage. So one
 wrong answer of a store cannot delete what a run needs. The last two classes do not depend on such answers.
@@ -13,7 +13,6 @@ wrong answer of a store cannot delete what a run needs. The last two classes do 
 | partials | logs of decided groups; in a finished run all logs | always |
 | rollouts | segments in which every group is decided; batches/ has the trained rows, too | with --rollouts |
 | unfinished | at once: files and multipart uploads of killed writers | always |
-| whatif   | at once: arms and studies of what-if replays of the run, which are beside the run | with --whatif |
 | shared_memory | at once: shared memory of this host, of runs under the same root that were killed | always |
 
 Detection of a live run is not reliable: the hub may be restarting, a clock may be behind, the store may be slow.
@@ -42,7 +41,7 @@ from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.roles.runtime.process import RUN, run_main
 from pipelinerl_core.run.commits import read_all_commits
 from pipelinerl_core.run.compacted import list_commits
-from pipelinerl_core.run.context import open_run, refuse_arm
+from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import lost_commits, read_epochs
 from pipelinerl_core.run.hub_status import HubWatch, refuse_second_hub
 from pipelinerl_core.run.locate import abandoned_shared_memory
@@ -50,7 +49,6 @@ from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import (
     GARBAGE_KEY,
     RETIRED_PREFIX,
-    WHATIF_PREFIX,
     CheckpointRef,
     Commit,
     GarbageRecord,
@@ -59,7 +57,6 @@ from pipelinerl_core.run.records import (
     parse_retired_key,
 )
 from pipelinerl_core.run.versions import remove_weights, retained, stored_versions
-from pipelinerl_core.storage.object_store import open_store
 
 LIVE_MARGIN = 10
 """Steps between the newest commit of a live run and the commit that defines the garbage."""
@@ -232,15 +229,6 @@ def collect_shared_memory(root: str, *, dry_run: bool) -> list[str]:
     return [str(path) for path in found]
 
 
-def collect_whatif(store: ObjectStore, run_id: str, *, dry_run: bool) -> list[str]:
-    """Removed (`dry_run`: removable) keys below the root: all arms and studies of a run (docs/what-if.md)."""
-    root, prefix = open_store(store.url.rpartition("/")[0]), f"{WHATIF_PREFIX}/{run_id}"
-    found = root.list(prefix)
-    if not dry_run:
-        root.delete(found)
-    return found
-
-
 def _refuse_started(store: ObjectStore, collector: Collector) -> None:
     refuse_second_hub(store)
     if read_epochs(store) != collector.epochs:  # a hub takes its epoch long before its first heartbeat
@@ -249,19 +237,16 @@ def _refuse_started(store: ObjectStore, collector: Collector) -> None:
 
 def main() -> int:
     """Command line of the garbage collection."""
-    switches = {name: {"action": "store_true"} for name in ("--rollouts", "--whatif", "--now", "--dry-run", "--json")}
+    switches = {name: {"action": "store_true"} for name in ("--rollouts", "--now", "--dry-run", "--json")}
     return run_main((__doc__ or "").splitlines()[0], {**RUN, **switches}, _remove, logs=False)
 
 
 def _remove(options: argparse.Namespace) -> None:
     context = open_run(options.run)
-    refuse_arm(context, "Collect")
     garbage = collect(
         context.store, context.config, with_rollouts=options.rollouts, dry_run=options.dry_run,
         is_live=HubWatch(context.store).find_live() is not None, now=options.now,
     )  # fmt: skip
-    if options.whatif:
-        garbage["whatif"] = collect_whatif(context.store, context.run_id, dry_run=options.dry_run)
     root = context.store.url.rpartition("/")[0]
     garbage["shared_memory"] = collect_shared_memory(root, dry_run=options.dry_run)
     verb = "would be removed" if options.dry_run else "removed"

@@ -1,7 +1,4 @@
-"""`pipelinerl replay`: train recorded batches again and compare the results with the commits.
-
-With --into ARM, train the recorded groups with the settings of an arm of a what-if replay (roles/trainer/arm.py).
-"""
+"""`pipelinerl replay`: train recorded batches again and compare the results with the commits."""
 
 import argparse
 import json
@@ -11,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from pipelinerl_core.roles.runtime.process import RUN, Arguments, limit_threads, run_main
-from pipelinerl_core.roles.trainer.arm import train_arm
 from pipelinerl_core.roles.trainer.learners import open_learners
 from pipelinerl_core.roles.trainer.retrain import (
     ReplayedStep,
@@ -19,7 +15,7 @@ from pipelinerl_core.roles.trainer.retrain import (
     replay_steps,
     restore,
 )
-from pipelinerl_core.run.context import open_run, refuse_arm
+from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import counted_commit_keys, steps_to_replay
 from pipelinerl_core.telemetry.metrics import short_key
 
@@ -29,7 +25,6 @@ logger = logging.getLogger(__name__)
 def replay_run(url: str, first: int | None, last: int | None) -> Iterator[ReplayedStep]:
     """Replay steps first..last of a run (default: all) with the recorded settings. Raises ConfigError."""
     context = open_run(url)
-    refuse_arm(context, "Replay")
     commits = counted_commit_keys(context.store)
     begin, end = steps_to_replay(url, commits, first, last)
     with open_learners(url, context.config.trainer.ranks) as learners:
@@ -47,7 +42,6 @@ _ARGUMENTS: Arguments = {
     "--from-step": {"type": int},
     "--to-step": {"type": int},
     "--json": {"action": "store_true"},
-    "--into": {"default": "", "help": "URL of an arm of a what-if replay, which has its settings and steps"},
 }
 
 
@@ -59,10 +53,6 @@ def main() -> int:
 def _replay(arguments: argparse.Namespace) -> int:
     context = open_run(arguments.run)
     limit_threads(context.config.placement.threads)
-    if arguments.into:
-        for _ in train_arm(context, open_run(arguments.into)):
-            pass
-        return 0
     steps = []
     for replayed in replay_run(arguments.run, arguments.from_step, arguments.to_step):
         figures = {short_key(name): value for name, value in replayed.metrics.items()}
@@ -78,7 +68,7 @@ def _replay(arguments: argparse.Namespace) -> int:
             print(f"step {replayed.step}: loss {figures['loss']!r} {replayed.verdict}", flush=True)  # noqa: T201
     all_equal = all(step["verdict"] == "equal" for step in steps)
     if arguments.json:
-        print(json.dumps({"steps": steps, "all_equal": all_equal, "overrides": []}))  # noqa: T201
+        print(json.dumps({"steps": steps, "all_equal": all_equal}))  # noqa: T201
     differs = any(step["verdict"] == "DIFFERS" for step in steps)
     return 1 if differs else 0
 

@@ -6,8 +6,8 @@ threads, losses and weights are equal to the last bit.
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from pipelinerl_core.algo.adapters import Adapters
 from pipelinerl_core.config import RunConfig
@@ -25,7 +25,6 @@ from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 logger = logging.getLogger(__name__)
 
-Change = Callable[[int, Sequence[TrainingRow]], Sequence[TrainingRow]]
 # Largest difference of close losses, relative to the recorded loss or, near 0, to this value.
 _CLOSE = 1e-3
 
@@ -40,11 +39,6 @@ class ReplayedStep:
     recorded_loss: float
     weights_match: bool
     """Whether the weights after the step have the sha256 of the commit."""
-    commit: Commit
-    """The recorded commit."""
-    weights: bytes = field(repr=False)
-    """The weights after the step in the published form."""
-    weights_sha256: str
     is_exact: bool = True
     """Whether the weights must match: this step and all before it had this arithmetic (see `inexact_steps`)."""
 
@@ -140,12 +134,9 @@ def inexact_steps(store: ObjectStore, commits: dict[int, str], config: RunConfig
     return [step for step, key in commits.items() if parse_commit_key(key)[1] in inexact]
 
 
-def replay_steps(
-    store: ObjectStore, learner: Learner, commits: dict[int, str], last: int, change: Change | None = None
-) -> Iterator[ReplayedStep]:
+def replay_steps(store: ObjectStore, learner: Learner, commits: dict[int, str], last: int) -> Iterator[ReplayedStep]:
     """Train the steps after the learner's version, up to `last`, from their recorded batches.
 
-    change: makes the trained rows from the number of a step and its recorded rows; None: the recorded rows.
     Raises MissingObject before the first step if the commit of a step is missing.
     """
     steps = range(learner.version + 1, last + 1)
@@ -159,16 +150,10 @@ def replay_steps(
         )
     for step in steps:
         commit = read_commit(store, commits[step])
-        rows = read_rows(store, commit)
-        metrics = learner.step(rows if change is None else change(step, rows))
-        weights = serialize(learner.weights())
-        sha256 = hashlib.sha256(weights).hexdigest()
+        metrics = learner.step(read_rows(store, commit))
         yield ReplayedStep(
             step=step,
             metrics=metrics,
             recorded_loss=commit.metrics["train/loss"],
-            weights_match=sha256 == commit.weights_sha256,
-            commit=commit,
-            weights=weights,
-            weights_sha256=sha256,
+            weights_match=weights_sha256(learner) == commit.weights_sha256,
         )

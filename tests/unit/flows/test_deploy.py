@@ -33,7 +33,6 @@ def test_every_deployment_is_a_flow_of_ours_on_the_pool_of_that_kind(kind):
         "actor/actor",
         "trainer/trainer",
         "replay/replay",
-        "study/study",
     }
 
 

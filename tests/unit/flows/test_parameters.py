@@ -10,7 +10,6 @@ from pipelinerl.flows.compare_flow import compare
 from pipelinerl.flows.evaluate_flow import evaluate
 from pipelinerl.flows.parameters import KEYS, Settings
 from pipelinerl.flows.replay_flow import replay
-from pipelinerl.flows.study_flow import study
 from pipelinerl.flows.train_flow import train
 from pipelinerl.flows.trainer_flow import trainer
 from pipelinerl_core.algo.losses import LOSSES
@@ -74,7 +73,7 @@ def test_bad_values_are_refused(wrong):
 
 
 @pytest.mark.parametrize(
-    "flow", [train, compare, evaluate, actor, trainer, replay, study], ids=lambda flow: flow.name
+    "flow", [train, compare, evaluate, actor, trainer, replay], ids=lambda flow: flow.name
 )
 def test_every_parameter_of_every_flow_says_what_it_is(flow):
     properties = flow.parameters.model_dump()["properties"]

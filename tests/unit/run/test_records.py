@@ -18,7 +18,6 @@ from pipelinerl_core.run.records import (
     GARBAGE_KEY,
     HUB_KEY,
     PREDICTION_KEY,
-    REPLAY_KEY,
     RESUME_KEY,
     RUN_KEY,
     STARTS_KEY,
@@ -29,7 +28,6 @@ from pipelinerl_core.run.records import (
     PredictionRecord,
     Record,
     RendezvousRecord,
-    ReplayRecord,
     ResumeRecord,
     RoleRecord,
     StartsRecord,
@@ -77,11 +75,6 @@ RECORDS = {
         ),
         "mean_lag",
         lambda store: read_record(store, PREDICTION_KEY, PredictionRecord),
-    ),
-    REPLAY_KEY: (
-        ReplayRecord(first_difference=None, cpu_seconds=1.0, seconds=1.0, finished_at=1.0),
-        "cpu_seconds",
-        lambda store: read_record(store, REPLAY_KEY, ReplayRecord),
     ),
     STARTS_KEY: (
         StartsRecord(flow_run_id="f", run_count=1, step=-1),

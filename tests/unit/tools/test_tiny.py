@@ -35,7 +35,8 @@ def test_a_preset_keeps_its_kinds_and_fits_a_cpu(preset):
     before, after = config.model_dump(), small.model_dump()
     for section, keys in KEPT.items():
         assert [after[section].get(key) for key in keys] == [before[section].get(key) for key in keys]
-    assert (small.schedule, small.reward) == (config.schedule, config.reward)
+    penalty = {"overlong_tokens": small.reward.overlong_tokens}  # scaled with the lengths
+    assert (small.schedule, small.reward) == (config.schedule, config.reward.model_copy(update=penalty))
     assert small.model.path == f"builtin:tiny?of={config.model.path}"
     assert (small.model.device, small.placement.kind, small.trainer.steps) == ("cpu", "local", 3)
     assert small.trainer.ranks <= 2
@@ -70,7 +71,7 @@ def test_one_line_names_what_is_replaced():
     assert "learner.lr" not in line
 
 
-@pytest.mark.parametrize("preset", ["gsm8k-0.5b-1gpu", "math-7b-16gpu"])
+@pytest.mark.parametrize("preset", ["gsm8k-0.5b-1gpu", "dapo-1.5b-1gpu", "math-7b-16gpu"])
 def test_generated_data_has_the_splits_columns_and_answers_of_the_data_set(preset):
     config = load_config(preset)
     source = build_source(tools.tiny(config))
