@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import shutil
+from pathlib import Path
 from uuid import UUID
 
 import pytest
@@ -12,6 +13,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from pipelinerl.flows.cli.deployment import KINDS, SHIPPED, deploy, read_project
 from pipelinerl.tasks.automations import HEARTBEAT_SECONDS, TAG, wanted_automations
 from pipelinerl_core.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -34,6 +37,13 @@ def test_every_deployment_is_a_flow_of_ours_on_the_pool_of_that_kind(kind):
         "trainer/trainer",
         "replay/replay",
     }
+
+
+def test_prefect_deploy_finds_the_file_and_every_flow_at_the_top_of_the_repository():
+    """`prefect deploy --all` in a checkout reads ./prefect.yaml, and entrypoints from there."""
+    assert SHIPPED.resolve() == ROOT / "prefect.yaml"
+    paths = {entry["entrypoint"].partition(":")[0] for entry in read_project(SHIPPED, "process")["deployments"]}
+    assert all((ROOT / path).is_file() for path in paths)
 
 
 @pytest.mark.parametrize("kind", ["docker", "kubernetes"])

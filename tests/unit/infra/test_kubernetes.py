@@ -7,7 +7,7 @@ import yaml
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "infra" / "kubernetes").glob("*.yaml"))
 MANIFESTS = [part for path in FILES for part in yaml.safe_load_all(path.read_text())]
-POOLS = yaml.safe_load((ROOT / "flows" / "prefect.yaml").read_text())["definitions"]["pools"]["kubernetes"]
+POOLS = yaml.safe_load((ROOT / "prefect.yaml").read_text())["definitions"]["pools"]["kubernetes"]
 
 
 def of_kind(kind: str) -> list[dict]:
