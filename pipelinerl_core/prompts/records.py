@@ -9,6 +9,7 @@ import codecs
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, time
 from pathlib import Path
@@ -36,6 +37,11 @@ _EXACT_IN_DOUBLE = 2.0**53
 
 _DECODER = json.JSONDecoder(parse_constant=lambda _: None)  # NaN and Infinity are not JSON: null
 
+# Half of a surrogate pair, or a number beyond the range of floating-point numbers.
+_DOUBTFUL = re.compile(rb"\\u[dD]|[eE]\+?\d{3}")
+_MAX_DEPTH = 100
+"""Messages between the roles hold values of up to 190."""
+
 Record = dict[str, Any]
 """Column -> JSON value."""
 
@@ -52,14 +58,16 @@ class Records:
         return len(self.lines)
 
     def __getitem__(self, row: int) -> Record:
-        """Raises ConfigError if the line is no JSON object, or has text that no encoding can hold."""
+        """Raises ConfigError if the line is no JSON object, or has a value that no message can hold."""
         line = self.lines[row]
         try:
             record = _DECODER.decode(line.decode())
             if not isinstance(record, dict):
                 raise ValueError(f"an object is expected, not {type(record).__name__}")
-            if b"\\u" in line:  # half of a surrogate pair
-                json.dumps(record, ensure_ascii=False).encode()
+            if _DOUBTFUL.search(line):
+                json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
+            if line.count(b"[") + line.count(b"{") > _MAX_DEPTH and _depth(record) > _MAX_DEPTH:
+                raise ValueError(f"lists and objects are nested more than {_MAX_DEPTH} deep")
         except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{self.origin}: cannot be read as JSON: row {row}: {_reason(error)}. {_OBJECTS}"
@@ -219,6 +227,11 @@ def _names(record: Mapping[str, Any], before: str = "") -> Iterator[str]:
         yield before + name
         if isinstance(value, Mapping):
             yield from _names(value, f"{before}{name}.")
+
+
+def _depth(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, inner), default=0)
 
 
 def _reason(error: BaseException) -> str:

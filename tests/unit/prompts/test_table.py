@@ -188,6 +188,13 @@ def test_parquet_gives_the_same_prompts_as_json_lines_but_for_its_name(tmp_path)
             "cannot be read as JSON: row 0: Expecting value.* one JSON object per line",
         ),
         ("bad.jsonl", '{"prompt": \n', {}, "cannot be read as JSON: row 0: Expecting value"),
+        ("large.jsonl", '{"prompt": "1", "answer": 1e999}\n', {}, "row 0: Out of range float values"),
+        (
+            "deep.jsonl",
+            '{"prompt": "1", "answer": ' + "[" * 150 + "]" * 150 + "}\n",
+            {},
+            "row 0: .* more than 100 deep",
+        ),
         ("half.jsonl", '{"prompt": "\\ud800", "answer": 1}\n', {}, "row 0: 'utf-8' codec can't encode .* surrogates"),
         (
             "array.jsonl",
