@@ -33,6 +33,15 @@ def test_a_preset_resolves_and_reads_back_equal(preset):
     assert build_config(tomllib.loads(as_toml(config))) == config
 
 
+def test_the_preset_of_dapo_has_the_four_parts_of_the_paper():
+    config = load_config("dapo-1.5b-1gpu")
+    assert (config.loss.kind, config.loss.clip_low, config.loss.clip_high) == ("dapo", 0.2, 0.28)
+    assert config.loss.normalization == "token"
+    assert config.rollouts.filter_zero_variance
+    assert 0 < config.reward.overlong_tokens < config.rollouts.max_tokens
+    assert config.loss.kl_coefficient == 0
+
+
 def test_overrides_win_over_the_preset_and_keep_their_types():
     config = load_config(
         "quickstart", ["trainer.steps=20", "prompts.lengths=[2, 3]", "model.path=my/model", "seed=7"]

@@ -170,7 +170,10 @@ def test_activations_of_long_packs_are_recomputed_unless_the_key_says_otherwise(
     assert of[0]["activations"] == of[1]["activations"] < of[2]["activations"] / 4
 
 
-@pytest.mark.parametrize(("preset", "card"), [("gsm8k-0.5b-1gpu", 24), ("lora-7b-1gpu", 80), ("math-7b-16gpu", 80)])
+@pytest.mark.parametrize(
+    ("preset", "card"),
+    [("gsm8k-0.5b-1gpu", 24), ("lora-7b-1gpu", 80), ("dapo-1.5b-1gpu", 80), ("math-7b-16gpu", 80)],
+)
 def test_the_presets_fit_the_cards_that_they_name(preset, card):
     chosen = load_config(preset, [f"placement.gpu={card}"])
     assert check_fit(chosen) == []
