@@ -179,6 +179,8 @@ _DECLARED = (
     Metric("policy/value_error", "1", "mean over trained tokens", "Squared error of the value head, if any."),
     Metric("policy/kl_ref", "nats", "mean over trained tokens",
            "Divergence from loss.ref_model, if any (k3; times the ratio with loss.kl_weighted)."),
+    Metric("policy/kl_start", "nats", "mean over the tokens of up to 64 rollouts",
+           "Divergence of the evaluated versions from version 0 (k3), on rollouts of the step before."),
     Metric("policy/kl_teacher", "nats", "mean over trained tokens",
            "Trainer minus teacher log-probability, with loss.teacher (k1): 0 for a student equal to the teacher."),
     Metric("control/lr_factor", "factor", "value",

@@ -36,6 +36,7 @@ from pipelinerl_core.errors import (
     RankLost,
     RunOver,
     SchemaMismatch,
+    StoreError,
     StreamError,
     TrainingDiverged,
 )
@@ -54,10 +55,11 @@ from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.drain import stop_when_drained
 from pipelinerl_core.run.history import check_not_fenced, counted_commit_keys, read_commit, take_over
 from pipelinerl_core.run.records import EpochRecord, batch_key, quarantined_key
-from pipelinerl_core.telemetry.metrics import step_metrics
+from pipelinerl_core.telemetry.metrics import finite, step_metrics
 from pipelinerl_core.telemetry.parts import PartMetrics
-from pipelinerl_core.types import FileEntry, Float32Array, GroupKey, GroupRef, Rollout, TrainingRow
+from pipelinerl_core.types import FileEntry, Float32Array, GroupKey, GroupRef, Rollout, TrainingRow, WeightManifest
 from pipelinerl_core.weights.files import entry_of
+from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 if TYPE_CHECKING:
     import torch
@@ -127,6 +129,7 @@ class Trainer:
         self._parts = PartMetrics(self._config.mixture_order(), mixture) if mixture else None
         self._parity_checked = False
         self._rescoring = Rescoring(getattr(learner, "rescorer", None), context.config)
+        self._start: WeightManifest | None = None  # of version 0
 
     def run(self, commits: dict[int, str], stop: threading.Event) -> None:
         """Train from the last commit to the last step, or until `stop` is set."""
@@ -161,6 +164,7 @@ class Trainer:
             self._parts.adopt(commit.metrics)
         first = read_commit(self._store, commits[min(commits)])
         self._started_at = first.committed_at
+        self._start = first.manifest
 
     def _commit_initial(self) -> None:
         """Commit 0: the weights every run starts from, durable, with a checkpoint."""
@@ -178,6 +182,20 @@ class Trainer:
             )
         )
         self._committer.flush()
+        assert self._committer.newest is not None
+        self._start = self._committer.newest.manifest
+
+    def _divergence(self, step: int, rows: list[TrainingRow]) -> dict[str, float]:
+        """`Rescoring.divergence` after a step whose version is evaluated."""
+        is_evaluated = self._config.evaluates(step) or step == self._config.trainer.steps
+        start = self._start
+        if start is None or not is_evaluated or not self._config.eval.num_prompts:
+            return {}
+        try:
+            return finite(self._rescoring.divergence(lambda: WeightSubscriber(self._store).read(start), rows))
+        except StoreError as error:
+            logger.warning("step %d: the divergence from version 0 is not measured: %s", step, error)
+            return {}
 
     def _default_link(self, registration: Callable[[], Register]) -> HubLink:
         return HubLink(
@@ -245,10 +263,11 @@ class Trainer:
         metrics["train/quarantined_groups"] = len(self._held(step).quarantined)
         if self._parts is not None:
             metrics |= self._parts.step(groups, reserved.fates)
-        self._watch.computed(step, rows, metrics, (waited_from, reserved_at, computed_at))
-        logger.info("step %d: reward %.3f loss %.4f", step, metrics["reward/mean"], metrics["train/loss"])
         weights = self._learner.weights()
         self._rescoring.published(step, weights)
+        metrics |= self._divergence(step, rows)
+        self._watch.computed(step, rows, metrics, (waited_from, reserved_at, computed_at))
+        logger.info("step %d: reward %.3f loss %.4f", step, metrics["reward/mean"], metrics["train/loss"])
         self._committer.submit(
             ComputedStep(
                 step=step,

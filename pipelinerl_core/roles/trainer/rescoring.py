@@ -9,7 +9,7 @@ before the step, in place and bit for bit.
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,8 @@ _LEAST_ROLLOUTS = 4
 _MAX_DUE_STEPS = 5.0
 # Actors whose newest compared token is older than this many steps are forgotten: they have ended.
 _SILENT_STEPS = 20
+# Rollouts of a step on which the divergence from the start is measured.
+_DIVERGENCE_ROLLOUTS = 64
 
 
 class KeptVersions:
@@ -213,6 +215,32 @@ class Rescoring:
             self._expel(actors)
         metrics = self._metrics(version, rollouts, found)
         return Rescored(judged, metrics | {"time/rescore_cpu_seconds": time.thread_time() - began})
+
+    def divergence(
+        self, start: "Callable[[], Mapping[str, torch.Tensor]]", rows: Sequence[TrainingRow]
+    ) -> dict[str, float]:
+        """policy/kl_start: the divergence of the weights of the last `published` from the weights of the start, on a
+        few rollouts of the step before; empty without a rescorer.
+
+        start: reads version 0 as it was published; not called with LoRA, where version 0 has no adapters.
+        """
+        rollouts = [row.rollout for row in rows if row.rollout.loss_mask.any()]
+        rollouts = rollouts[:: -(-len(rollouts) // _DIVERGENCE_ROLLOUTS)] if rollouts else []
+        if self._rescorer is None or not rollouts:
+            return {}
+        if self._config.learner.lora_rank:
+            first = {name: 0 * weight for name, weight in self._current.items()}
+        else:
+            first = self._rescorer.trained_weights(start())
+        now = self._rescorer.logprobs_of(rollouts)
+        try:
+            self._rescorer.set_trained_weights(first)
+            then = self._rescorer.logprobs_of(rollouts)
+        finally:
+            self._rescorer.set_trained_weights(self._current)
+        gaps = [_difference(*both)[one.loss_mask] for *both, one in zip(then, now, rollouts, strict=True)]
+        gaps_N = np.concatenate(gaps)
+        return {"policy/kl_start": float((np.exp(gaps_N) - gaps_N - 1).mean())}
 
     # ---- which rollouts --------------------------------------------------------------------------------------
 

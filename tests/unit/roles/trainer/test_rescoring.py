@@ -238,3 +238,33 @@ def test_a_prefix_has_the_first_tokens():
     short = prefix(rollout, 1)
     assert (short.num_tokens, short.weight_spans) == (1, (WeightSpan(0, 0, 1),))
     assert prefix(rollout, rollout.num_tokens) is rollout
+
+
+@pytest.mark.parametrize("kind", ["all weights", "adapters"])
+def test_the_divergence_from_the_start_is_that_of_the_published_weights_and_changes_no_bit(kind):
+    learner, config = LEARNERS[kind]()
+    rescoring, first = Rescoring(learner.rescorer, with_keys(config, rescore_share=1.0)), learner.weights()
+    rows = rows_of(config, 1)
+    rollouts = [row.rollout for row in rows if row.rollout.loss_mask.any()]
+    rescoring.published(0, first)
+    before = learner.logprobs_of(rollouts)
+    assert rescoring.divergence(lambda: first, rows) == {"policy/kl_start": 0.0}
+    for step in (1, 2):
+        learner.step(rows)
+        rescoring.published(step, learner.weights())
+    state, after = learner.state()[0], learner.logprobs_of(rollouts)
+    gaps = [(then - now).astype(float)[one.loss_mask] for then, now, one in zip(before, after, rollouts, strict=True)]
+    gaps = np.concatenate(gaps)
+    found = rescoring.divergence(lambda: first, rows)["policy/kl_start"]
+    assert found == pytest.approx((np.exp(gaps) - gaps - 1).mean(), rel=1e-4)
+    assert found > 1e-6
+    for name, tensor in learner.state()[0].items():
+        assert torch.equal(tensor, state[name]), name
+    for one, other in zip(after, learner.logprobs_of(rollouts), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_without_a_rescorer_or_a_token_there_is_no_divergence():
+    assert Rescoring(None, FAST).divergence(dict, rows_of(FAST, 1)) == {}
+    learner, config = LEARNERS["all weights"]()
+    assert Rescoring(learner.rescorer, with_keys(config, rescore_share=1.0)).divergence(dict, []) == {}
