@@ -4,6 +4,7 @@ Shapes: P = prompt tokens, C = completion tokens, N = rollouts of a step, G = it
 """
 
 import itertools
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,8 @@ from pipelinerl_core.run.records import (
 from pipelinerl_core.telemetry import measures
 from pipelinerl_core.telemetry.measures import Int64Array
 from pipelinerl_core.types import BoolArray, WeightSpan
+
+logger = logging.getLogger(__name__)
 
 _SCHEMA_MAJOR = "1"
 # Batches are small, and idle threads of the Arrow pool can abort the interpreter at its exit.
@@ -152,7 +155,10 @@ def collect(store: ObjectStore, cache: RunCache | None = None) -> RunFacts:
         if key not in cache.commits:
             cache.commits[key] = follower.commits[step].model_copy(update=_UNUSED)
         if key not in cache.steps and (commit := cache.commits[key]).batches:
-            cache.steps[key] = step_facts(step, read_batch(store, commit))
+            try:
+                cache.steps[key] = step_facts(step, read_batch(store, commit))
+            except BrokenRecord as error:  # the figures of one step are no reason to write no report
+                logger.warning("the report has no figures of the rollouts of step %d: %s", step, error)
     return RunFacts(
         run=run,
         commits={step: cache.commits[key] for step, key in keys.items()},
@@ -186,14 +192,15 @@ def _add_compacted(store: ObjectStore, keys: Mapping[int, str], known: dict[str,
 
 
 def read_batch(store: ObjectStore, commit: Commit) -> list[TrainedRollout]:
-    """The rows of a step in training order, rank by rank. Raises SchemaMismatch."""
+    """The rows of a step in training order, rank by rank. Raises BrokenRecord, or SchemaMismatch for the batch of
+    another release."""
     rows: list[TrainedRollout] = []
     for entry in commit.batches:
         try:
             with pa.ipc.open_file(pa.BufferReader(store.get(entry.name)), options=_ONE_THREAD) as reader:
                 table = reader.read_all()
         except (pa.ArrowException, OSError) as error:
-            raise SchemaMismatch(f"{store.url}/{entry.name} is damaged: {str(error).splitlines()[0]}") from None
+            raise BrokenRecord(f"{store.url}/{entry.name} is damaged: {str(error).splitlines()[0]}") from None
         _check(f"{store.url}/{entry.name}", table)
         rows += _rows(commit.step, table)
     return rows

@@ -7,7 +7,7 @@ therefore has the same rows, and no row twice.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pipelinerl_core.errors import MissingObject, SchemaMismatch
+from pipelinerl_core.errors import BrokenRecord, MissingObject, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report.facts import TrainedRollout, read_batch
 from pipelinerl_core.report.samples import Decode, one_per_group, plain_text
@@ -69,7 +69,11 @@ class RolloutTable:
     def _read(self, commit: Commit) -> list[list[Any]]:
         try:
             batch = read_batch(self._store, commit)
-        except (MissingObject, SchemaMismatch):  # deleted by gc, or damaged: `pipelinerl audit` reports it
+        except (
+            MissingObject,
+            BrokenRecord,
+            SchemaMismatch,
+        ):  # deleted, or damaged: `pipelinerl audit` says so
             return []
         return [self._row(rollout) for rollout in one_per_group(batch, ROWS_PER_STEP)]
 

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from pipelinerl_core.errors import BrokenRecord
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report.facts import RunFacts, TrainedRollout, read_batch
-from pipelinerl_core.run.records import EvalRecord
+from pipelinerl_core.run.records import Commit, EvalRecord
 
 Decode = Callable[[int], str]
 Samples = Sequence[Mapping[str, Any]]
@@ -44,7 +45,7 @@ def rollout_section(store: ObjectStore, facts: RunFacts, decode: Decode | None) 
         return '<p class="empty">No rollout was trained.</p>'
     first, last = facts.steps[0].step, facts.steps[-1].step
     mixed = max(facts.steps, key=lambda one: (int(one.versions.max(initial=0)), one.step)).step
-    batches = {step: read_batch(store, facts.commits[step]) for step in {first, last, mixed}}
+    batches = {step: _batch(store, facts.commits[step]) for step in {first, last, mixed}}
     most_versions = sorted(batches[mixed], key=lambda row: -len(row.weight_spans))[:_PER_GROUP]
     parts = [
         _block(f"Before: the first groups of step {first}", one_per_group(batches[first], _PER_GROUP), decode),
@@ -54,6 +55,14 @@ def rollout_section(store: ObjectStore, facts: RunFacts, decode: Decode | None) 
         _block(f"Most weight versions in one rollout: step {mixed}", most_versions, decode),
     ]
     return "".join(parts)
+
+
+def _batch(store: ObjectStore, commit: Commit) -> list[TrainedRollout]:
+    """The rows of a step; empty if the batch is damaged, which `pipelinerl audit` reports."""
+    try:
+        return read_batch(store, commit)
+    except BrokenRecord:
+        return []
 
 
 def evaluation_table(facts: RunFacts) -> str:

@@ -22,11 +22,12 @@ from typing import Any, Literal
 from pipelinerl_core.errors import ConfigError, Fenced, MissingObject, StoreUnavailable
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.compacted import list_commits, read_compacted
-from pipelinerl_core.run.hub_status import process_mark
+from pipelinerl_core.run.hub_status import process_mark, read_hub
 from pipelinerl_core.run.processor import processor
 from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import (
     COMMITS_PREFIX,
+    HUB_KEY,
     Commit,
     EpochRecord,
     commit_key,
@@ -82,13 +83,14 @@ def refuse_missing(
 ) -> None:
     """Raise StoreUnavailable if commits that existed are not among the counting `steps`, as the store listed them.
 
-    These are steps below the newest one, steps that an earlier trainer epoch has adopted, and steps up to `known`.
+    These are steps below the newest one, steps that an earlier trainer epoch has adopted, steps that the hub has
+    counted (hub.json), and steps up to `known`.
     The store may have given a wrong answer once; no run continues from a wrong answer.
     """
     adopters = [one for one in epochs if one.role == "trainer" and not one.is_claim]
     accepted = max((one.epoch for one in adopters if one.accepts_loss), default=0)
     adopted = max((one.adopted_through for one in adopters if one.epoch >= accepted), default=-1)
-    newest = max(adopted, known, *steps, -1)
+    newest = max(adopted, known, _counted_by_hub(store), *steps, -1)
     missing = next((step for step in range(newest + 1) if step not in steps), None)
     if missing is not None:
         raise StoreUnavailable(
@@ -96,6 +98,13 @@ def refuse_missing(
             f"{newest} was committed. The store may have answered wrongly: try again. If commits are lost for good, "
             f"`pipelinerl accept-loss {store.url}` lets the run continue from the last step before them"
         )
+
+
+def _counted_by_hub(store: ObjectStore) -> int:
+    """The newest step that the trainer has announced to a hub, after its commit was written; -1 without a hub."""
+    hub = read_hub(store)
+    step = hub.live.get("step") if hub is not None else None
+    return step if isinstance(step, int) and step > 0 else -1
 
 
 def refuse_shrunk(store: ObjectStore, listed: Collection[int], before: Iterable[int]) -> None:
@@ -213,6 +222,9 @@ def accept_lost_commits(store: ObjectStore, *, is_final: bool) -> dict[str, Any]
     last = _last_whole(commits)
     if is_final:
         take_over(store, accepts_loss=last)
+        if hub := read_hub(store):
+            accepted = hub.model_copy(update={"live": {**hub.live, "step": max(0, last)}})
+            store.put(HUB_KEY, accepted.model_dump_json().encode())
     return {"run": store.url, "step": last, "reason": reason, "is_accepted": is_final}
 
 

@@ -64,26 +64,29 @@ MANIFEST_FILE = "manifest.json"
 """Of a weight version or a checkpoint; written last."""
 
 
-_OF_STEP = r"\d+\.\d+"
-_OF_LIFE = r"[^/]+/\d+"
+# Only the name that this release writes, so that no two names stand for the same step: gc removes all but one.
+_N = r"(?:0|[1-9]\d*)"
+_N4, _N6, _N8 = (rf"(?:\d{{{width}}}|[1-9]\d{{{width},}})" for width in (4, 6, 8))
+_OF_STEP = rf"{_N8}\.{_N}"
+_OF_LIFE = rf"[^/]+/{_N6}"
 KEY_PATTERNS: Mapping[str, re.Pattern[str]] = MappingProxyType(
     {
         folder: re.compile(f"{folder}/{names}")
         for folder, names in {
-            "epochs": r"\d+\.json",
-            "rollouts": rf"{_OF_LIFE}/\d+\.arrow",
-            "partials": rf"{_OF_LIFE}/\d+\.arrow",
+            "epochs": rf"{_N6}\.json",
+            "rollouts": rf"{_OF_LIFE}/{_N8}\.arrow",
+            "partials": rf"{_OF_LIFE}/{_N8}\.arrow",
             RETIRED_PREFIX: _OF_LIFE,
-            "batches": rf"{_OF_STEP}/\d+\.arrow",
-            QUARANTINED_PREFIX: rf"{_OF_STEP}/\d+\.arrow",
+            "batches": rf"{_OF_STEP}/{_N4}\.arrow",
+            QUARANTINED_PREFIX: rf"{_OF_STEP}/{_N4}\.arrow",
             "weights": rf"{_OF_STEP}/[^/]+",
             "checkpoints": rf"{_OF_STEP}/.+",
             COMMITS_PREFIX: rf"{_OF_STEP}\.json",
-            COMPACTED_COMMITS_PREFIX: r"\d+-\d+\.\d+\.parquet",
-            COMPACTED_ROLLOUTS_PREFIX: r"\d+-\d+\.\d+\.parquet",
-            EVALS_PREFIX: r"\d+(\.[^/]+)?\.json",
+            COMPACTED_COMMITS_PREFIX: rf"{_N8}-{_N8}\.{_N}\.parquet",
+            COMPACTED_ROLLOUTS_PREFIX: rf"{_N8}-{_N8}\.{_N}\.parquet",
+            EVALS_PREFIX: rf"{_N8}(\.[^/]+)?\.json",
             ROLES_PREFIX: r"[^/]+\.json",
-            RENDEZVOUS_PREFIX: r"\d+\.json",
+            RENDEZVOUS_PREFIX: rf"{_N8}\.json",
         }.items()
     }
 )

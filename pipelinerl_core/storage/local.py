@@ -133,15 +133,19 @@ def _files(top: Path) -> Iterator[Path]:
     does not exist: a listing that fails is no empty listing."""
     directories = [top]
     while directories:
+        directory = directories.pop()
         try:
-            with os.scandir(directories.pop()) as entries:
+            with os.scandir(directory) as entries:
                 for entry in entries:
                     if entry.is_file():
                         yield Path(entry.path)
                     elif entry.is_dir(follow_symlinks=False) and not entry.name.startswith(HIDDEN_PREFIX):
                         directories.append(Path(entry.path))
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             continue
+        except NotADirectoryError:
+            if directory is top:  # a file stands in the place of a folder of the run
+                raise
 
 
 def _make_synced(directory: Path) -> None:

@@ -256,7 +256,7 @@ class Audit:
         """The bytes of an object, verified against its manifest entry; or None and the error."""
         try:
             data = self._store.get(key)
-            verify(data, entry, key.rpartition("/")[0])
+            verify(data, entry, f"{self._store.url}/{key.removesuffix(entry.name)}".rstrip("/"))
         except (MissingObject, ChecksumMismatch) as error:  # a store that does not answer ends the audit
             return None, str(error)
         self.num_files += 1

@@ -17,6 +17,7 @@ import psutil
 from pipelinerl_core.data.compaction import compact_rollouts, list_rollouts, read_rollouts
 from pipelinerl_core.errors import EXIT_STORE
 from pipelinerl_core.run import compaction
+from pipelinerl_core.run.history import counted_commit_keys, read_commit
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import HUB_KEY, HubRecord
 from tests.chaos.services import Service
@@ -138,7 +139,8 @@ def flipped_batch(world: World) -> str:
     compaction.FILE_STEPS, compaction.MARGIN_STEPS = 2, 2
     try:
         step = world.committed // 2 * 2 - 3
-        [path] = world.directory.glob(f"batches/{step:08d}.*/0000.arrow")
+        # A trainer or hub that was killed may have left another attempt of the step beside the committed one.
+        path = world.directory / read_commit(store, counted_commit_keys(store)[step]).batches[0].name
         whole = path.read_bytes()
         damage(path, world)
         compaction.compact_commits(store)

@@ -9,6 +9,7 @@ import pytest
 from pipelinerl_core.errors import SchemaMismatch
 from pipelinerl_core.report import utilization
 from pipelinerl_core.report.document import build_report, write_weights_table
+from pipelinerl_core.report.html import render_report
 from pipelinerl_core.run.records import (
     RUN_KEY,
     WEIGHTS_TABLE_KEY,
@@ -340,6 +341,15 @@ def test_a_batch_of_another_major_version_is_refused_by_name(store, two_step_run
     store.put(key, sink.getvalue().to_pybytes())
     with pytest.raises(SchemaMismatch, match=r"'2\.0'.*1\.x"):
         build_report(store)
+
+
+def test_a_damaged_batch_is_left_out_of_the_report(store, two_step_run, caplog):
+    key = next(key for key in store.list("batches"))
+    store.put(key, store.get(key)[:100])
+    build_report(store)
+    render_report(store)
+    assert "the report has no figures of the rollouts of step 1: " in caplog.text
+    assert key in caplog.text
 
 
 def test_synthetic_batches_have_the_columns_of_the_batch_schema(store):

@@ -14,11 +14,11 @@ from pipelinerl_core.run.history import (
     read_epochs,
     take_over,
 )
-from pipelinerl_core.run.records import commit_key, epoch_key
+from pipelinerl_core.run.records import HUB_KEY, commit_key, epoch_key
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.tools.audit import Audit, lines
 from pipelinerl_core.tools.gc import collect
-from tests.builders import put_commit, put_epoch, small_config
+from tests.builders import hub_record, put_commit, put_epoch, small_config
 
 STEPS = 22
 
@@ -48,6 +48,41 @@ def run():
     for step in range(STEPS + 1):
         put_commit(store, step, 2)
     return store
+
+
+def collect_now(store):
+    return collect(store, small_config(), with_rollouts=False, dry_run=False, now=True)
+
+
+class WithoutNewest(WrongOnce):
+    """A store that never lists the newest commits."""
+
+    def list(self, prefix):
+        keys = self._store.list(prefix)
+        return keys[: -self._number] if prefix == self._folder else keys
+
+
+@pytest.mark.parametrize("number", [1, 2, STEPS + 1])
+def test_commits_that_the_hub_has_counted_are_missing_although_the_listing_has_no_gap(run, number):
+    run.put(HUB_KEY, hub_record(live={"step": STEPS, "state": "done"}).model_dump_json().encode())
+    store = WithoutNewest(run, "commits", number)
+    for act in (take_over, read_stored_state, collect_now):
+        with pytest.raises(StoreUnavailable, match=rf"no commit of step {STEPS + 1 - number}, but step {STEPS} was"):
+            act(store)
+    assert any(f"step {STEPS} was committed" in problem for problem in Audit(store, small_config()).run().problems)
+    assert accept_lost_commits(store, is_final=False)["step"] == STEPS - number
+    run.delete([commit_key(step, 2) for step in range(STEPS + 1 - number, STEPS + 1)])
+    accept_lost_commits(run, is_final=True)
+    assert take_over(run)[0].adopted_through == STEPS - number
+
+
+@pytest.mark.parametrize("name", ["3.2", "00000003.02", "0000003.2", "000000003.2"])
+def test_another_name_of_a_step_is_no_commit_and_no_garbage(run, name):
+    run.put(f"commits/{name}.json", run.get(commit_key(3, 2)))
+    assert counted_commit_keys(run)[3] == commit_key(3, 2)
+    for _ in range(2):
+        collect_now(run)
+    assert {commit_key(3, 2), f"commits/{name}.json"} <= set(run.list("commits"))
 
 
 @pytest.mark.parametrize("earlier", [False, True])
