@@ -7,7 +7,7 @@ from typing import overload
 from pipelinerl_core.errors import MissingObject, StoreUnavailable
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.compacted import CommitListing, StepRange, decode_commits, list_commits
-from pipelinerl_core.run.history import counting, read_epochs, refuse_missing, refuse_shrunk
+from pipelinerl_core.run.history import counted_by_hub, counting, read_epochs, refuse_missing, refuse_shrunk
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import Commit, EpochRecord, parse_commit_key
 
@@ -102,13 +102,13 @@ def read_all_commits(store: ObjectStore) -> Commits:
     Listed twice, because one wrong listing must not lose steps; a third time, because a trainer may adopt a commit
     between the listing and the reading of the epochs.
     """
-    known = _steps_of(list_commits(store))
+    counted, known = counted_by_hub(store), _steps_of(list_commits(store))
     for is_last in (False, True):
         listing = list_commits(store)  # before the epochs (see `counting`)
         commits = _selected(store, listing)
         try:
             refuse_shrunk(store, _steps_of(listing), known)
-            refuse_missing(store, commits.keys_by_step, commits.epochs)
+            refuse_missing(store, commits.keys_by_step, commits.epochs, counted)
             break
         except StoreUnavailable:
             if is_last:

@@ -83,14 +83,13 @@ def refuse_missing(
 ) -> None:
     """Raise StoreUnavailable if commits that existed are not among the counting `steps`, as the store listed them.
 
-    These are steps below the newest one, steps that an earlier trainer epoch has adopted, steps that the hub has
-    counted (hub.json), and steps up to `known`.
+    These are steps below the newest one, steps that an earlier trainer epoch has adopted, and steps up to `known`.
     The store may have given a wrong answer once; no run continues from a wrong answer.
     """
     adopters = [one for one in epochs if one.role == "trainer" and not one.is_claim]
     accepted = max((one.epoch for one in adopters if one.accepts_loss), default=0)
     adopted = max((one.adopted_through for one in adopters if one.epoch >= accepted), default=-1)
-    newest = max(adopted, known, _counted_by_hub(store), *steps, -1)
+    newest = max(adopted, known, *steps, -1)
     missing = next((step for step in range(newest + 1) if step not in steps), None)
     if missing is not None:
         raise StoreUnavailable(
@@ -100,8 +99,11 @@ def refuse_missing(
         )
 
 
-def _counted_by_hub(store: ObjectStore) -> int:
-    """The newest step that the trainer has announced to a hub, after its commit was written; -1 without a hub."""
+def counted_by_hub(store: ObjectStore) -> int:
+    """The newest step that the trainer has announced to a hub, after its commit was written; -1 without a hub.
+
+    Read before the commits are listed: a hub that is live counts on.
+    """
     hub = read_hub(store)
     step = hub.live.get("step") if hub is not None else None
     return step if isinstance(step, int) and step > 0 else -1
@@ -173,6 +175,7 @@ def take_over(
     accepts_loss: the last step before missing commits that a user gives up; later steps are not adopted.
     Raises Fenced if a newer trainer has claimed an epoch in the meantime, StoreUnavailable as `refuse_missing`.
     """
+    known = counted_by_hub(store)
     # Listed twice, because readers believe the claim until the adoption: one wrong answer must not change it.
     through = max(max(counted_commit_keys(store), default=-1) for _ in range(2))
     claim = take_epoch(store, "trainer", through, arithmetic, is_claim=True)
@@ -193,7 +196,7 @@ def take_over(
             )
         commits = {step: key for step, key in commits.items() if step <= accepts_loss}
     else:
-        refuse_missing(store, commits, earlier, through)
+        refuse_missing(store, commits, earlier, max(known, through))
     adopted = {
         "is_claim": False,
         "accepts_loss": accepts_loss is not None,
@@ -210,11 +213,12 @@ def accept_lost_commits(store: ObjectStore, *, is_final: bool) -> dict[str, Any]
 
     Commits that a takeover has left out are accepted too. Raises ConfigError if no commit is missing or left out.
     """
+    known = counted_by_hub(store)
     keys, epochs = list_commits(store).keys(), read_epochs(store)
     commits = counting(keys, epochs)
     reason = next(iter(lost_commits(keys, epochs)), "")
     try:
-        refuse_missing(store, commits, epochs)
+        refuse_missing(store, commits, epochs, known)
     except StoreUnavailable as error:
         reason = str(error).partition(": ")[2].partition(". ")[0]
     if not reason:
