@@ -76,6 +76,8 @@ class Register(Message):
     role: Literal["actor", "trainer"]
     name: Name
     epoch: Count
+    tokens: dict[Name, Annotated[str, Field(max_length=64)]] = Field(default_factory=dict, max_length=10)
+    """Digests of what makes a text the input of the model; the hub refuses an actor that differs from the trainer."""
     leases: tuple[LeaseRef, ...] = ()
     """Leases an actor still works on."""
     step: Step | None = None
@@ -311,7 +313,8 @@ class RowsBundle(Message):
 class Refused(Message):
     """The request broke a rule.
 
-    `code`: unknown_boot, stale_lease, schema, wrong_peer, fenced, expelled, not_reserved, missing_rows, internal.
+    `code`: unknown_boot, stale_lease, schema, wrong_peer, config, fenced, expelled, not_reserved, missing_rows,
+    internal.
     """
 
     kind: Literal["refused"] = "refused"

@@ -4,6 +4,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from pipelinerl_core.errors import (
+    ConfigError,
     Expelled,
     Fenced,
     MissingObject,
@@ -41,6 +42,7 @@ REFUSALS = {
     "stale_lease": Refusal(StaleLease, Next.DROP),
     "schema": Refusal(SchemaMismatch, Next.END),
     "wrong_peer": Refusal(WrongPeer, Next.END),
+    "config": Refusal(ConfigError, Next.END),
     "fenced": Refusal(Fenced, Next.END),
     "expelled": Refusal(Expelled, Next.END),
     "not_reserved": Refusal(None, Next.ASK_AGAIN),

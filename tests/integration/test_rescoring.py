@@ -46,9 +46,10 @@ def trained_versions(url: str, actor: str) -> dict[int, set[int]]:
     }
 
 
-def test_one_stale_actor_of_two_is_named_and_expelled(prepared_model, tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_stale_actor_of_two_is_named_and_expelled(prepared_model, tmp_path, dtype):
     url = f"{tmp_path}/runs/one"
-    make_run(url, *SMALL, *EXPEL, "trainer.steps=12", "placement.actors=2")
+    make_run(url, *SMALL, *EXPEL, "trainer.steps=12", "placement.actors=2", f"model.dtype={dtype}")
     log = tmp_path / "stale.log"
     with (
         role("hub", url, tmp_path / "hub.log"),
@@ -83,6 +84,36 @@ def test_all_actors_stale_are_named_and_the_run_ends(prepared_model, tmp_path):
     assert "actor-0/" in last
     assert "actor-1/" in last
     assert committed_steps(url) <= 9
+
+
+def test_one_skipped_swap_is_told_ends_and_expels_no_actor(prepared_model, tmp_path):
+    url, log = f"{tmp_path}/runs/skip", tmp_path / "trainer.log"
+    make_run(url, *SMALL, *EXPEL, "trainer.steps=14")
+    with (
+        role("hub", url, tmp_path / "hub.log"),
+        role(STALE_ACTOR, url, tmp_path / "actor.log", "--name", "actor-0", "--skip=2") as actor,
+        role("trainer", url, log) as trainer,
+    ):
+        assert trainer.wait(240) == 0, log.read_text()[-3000:]
+        assert actor.wait(30) == 0
+    steps = [step for step, names in named(url).items() if names]
+    assert 0 < len(steps) < 8, steps
+    assert max(steps) < 12
+    assert "actor-0/" in log.read_text()
+    assert "agrees with the trainer again" in log.read_text()
+
+
+def test_an_actor_with_another_chat_template_is_refused_in_one_line(prepared_model, tmp_path):
+    url, log = f"{tmp_path}/runs/template", tmp_path / "actor.log"
+    make_run(url, *SMALL)
+    with (
+        role("hub", url, tmp_path / "hub.log"),
+        role("trainer", url, tmp_path / "trainer.log"),
+        role(STALE_ACTOR, url, log, "--name", "actor-0", "--tokenizer") as actor,
+    ):
+        assert actor.wait(240) == EXIT_CONFIG, log.read_text()[-3000:]
+    last = log.read_text().strip().splitlines()[-1]
+    assert re.match(r"actor-0/\d+: chat template of its model\.path differ", last), last
 
 
 def test_a_trainer_restarted_beside_live_actors_passes_gate_and_comparison(prepared_model, tmp_path):

@@ -108,7 +108,9 @@ class Actor:
         epoch: int,
         link: Callable[[Callable[[], Register]], HubLink],
         monitor: RoleMonitor | None = None,
+        tokens: Mapping[str, str] | None = None,
     ) -> None:
+        """tokens: `Register.tokens`; None: the hub does not compare them."""
         self._config = config
         self._engine = parts.engine
         self._subscriber = parts.subscriber
@@ -127,6 +129,7 @@ class Actor:
         self._run_id = run_id
         self._name = name
         self._epoch = epoch
+        self._tokens = dict(tokens or {})
         self._link = link(self._registration)
         self._sealer = Sealer(parts.segments, self._link, actor=name, epoch=epoch, forget=self._log.forget)
         self._leases: dict[str, Lease] = {}
@@ -413,7 +416,8 @@ class Actor:
             for lease in list(self._leases.values())
         ]
         offered = [offer for offer in self._sealer.lease_refs() if offer.lease_id not in self._leases]
-        return Register(role="actor", name=self._name, epoch=self._epoch, leases=(*held, *offered))
+        leases = (*held, *offered)
+        return Register(role="actor", name=self._name, epoch=self._epoch, tokens=self._tokens, leases=leases)
 
     # ---- weights ---------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from pipelinerl_core.roles.runtime.process import (
     keep_to_cores,
     run_role,
 )
+from pipelinerl_core.roles.runtime.token_digests import token_digests
 from pipelinerl_core.rollouts.episode import EpisodePlayer
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.history import is_complete
@@ -86,7 +87,14 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event, monit
     freeze_startup_objects()
     try:
         actor = Actor(
-            context.config, parts, run_id=context.run_id, name=name, epoch=epoch, link=link, monitor=monitor
+            context.config,
+            parts,
+            run_id=context.run_id,
+            name=name,
+            epoch=epoch,
+            link=link,
+            monitor=monitor,
+            tokens=token_digests(context.config),
         )
         await actor.run(stop)
     finally:

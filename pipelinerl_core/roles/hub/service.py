@@ -211,8 +211,9 @@ class Hub:
         with self._changed:
             if actor is not None:
                 self._state.check_groups(lease.group_id for lease in request.leases)
+                self._state.check_tokens(actor, request.tokens)
                 self._ledger.register_actor(actor, request.leases)
-                self._state.peers[peer].actor = actor
+                self._state.peers[peer].actor, self._state.peers[peer].tokens = actor, request.tokens
             answer = Registered(
                 re=request.id,
                 boot_id=self.boot_id,
@@ -232,6 +233,7 @@ class Hub:
             if actor is None or request.boot_id != self.boot_id:
                 return self._state.unknown_boot(request.id)
             _check_swaps(actor, request.swaps)
+            self._state.check_tokens(actor, self._state.peers[peer].tokens)  # the trainer may have registered later
             result = self._ledger.sync(actor, request)
             is_final = self._ledger.is_draining or self._ledger.is_done
             manifest = self._ledger.manifest

@@ -5,11 +5,11 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from pipelinerl_core.errors import SchemaMismatch, WrongPeer
+from pipelinerl_core.errors import ConfigError, SchemaMismatch, WrongPeer
 from pipelinerl_core.interfaces import CreditSink
 from pipelinerl_core.ledger import ActorKey, Ledger
 from pipelinerl_core.messages import Refused
@@ -30,6 +30,8 @@ class PeerState:
     credit: CreditSink
     actor: ActorKey | None = None
     """The actor epoch; None for a trainer, or before the registration."""
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    """`Register.tokens` of an actor."""
     granted: int = 0
     """Unused groups of the credit granted last."""
 
@@ -53,6 +55,8 @@ class HubState:
             if ledger.needs_rows(*key):
                 self.rows.keep(key, batch, is_sealed=True)
         self.peers: dict[str, PeerState] = {}
+        self.tokens: Mapping[str, str] = {}
+        """`Register.tokens` of the trainer; empty before its registration."""
         self.granted = 0
         """Sum of `granted` over all peers."""
         self.is_stopping = False
@@ -65,6 +69,18 @@ class HubState:
             if group_id >= limit:
                 found = self.ledger.next_group_id
                 raise SchemaMismatch(f"group {group_id} was never leased, the next one is {found}")
+
+    def check_tokens(self, actor: ActorKey, tokens: Mapping[str, str]) -> None:
+        """Raises ConfigError if an actor makes other tokens of a text than the trainer. The caller holds the lock.
+
+        Re-scoring cannot see this, because the trainer scores the tokens that the actor sends.
+        """
+        differing = sorted(name for name, digest in tokens.items() if self.tokens.get(name, digest) != digest)
+        if differing:
+            raise ConfigError(
+                f"{actor}: {', '.join(differing)} of its model.path differ from the trainer's, so that prompts would "
+                "be other tokens. Use the same model directory and the same version of transformers on every host"
+            )
 
     def check_ownership(self, actor: ActorKey, named: ActorKey, groups: Iterable[GroupKey]) -> None:
         """Raises WrongPeer if an actor names another epoch or groups of another actor. The caller holds the lock.

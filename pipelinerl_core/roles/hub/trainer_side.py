@@ -65,6 +65,7 @@ class TrainerRequests:
         self._read_missed_commits(request.committed_step)
         with self._changed:
             self.has_registered = True
+            self._state.tokens = request.tokens or self._state.tokens
             self._ledger.register_trainer(request.epoch, request.step, request.reservation, request.quarantined)
             self._ledger.announce(request.manifest)
             self._changed.notify_all()

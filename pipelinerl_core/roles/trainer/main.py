@@ -14,7 +14,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,6 +45,7 @@ from pipelinerl_core.messages import Refused, Register, Reserve, Reserved, Rows
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.roles.runtime.process import RoleProcess, freeze_startup_objects, keep_to_cores, leave, run_role
+from pipelinerl_core.roles.runtime.token_digests import token_digests
 from pipelinerl_core.roles.trainer.adopt import adopt
 from pipelinerl_core.roles.trainer.already_done import is_already_done
 from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
@@ -106,8 +107,11 @@ class Trainer:
         *,
         link: Callable[[Callable[[], Register]], HubLink] | None = None,
         monitor: RoleMonitor | None = None,
+        tokens: Mapping[str, str] | None = None,
     ) -> None:
+        """tokens: `Register.tokens`; None: the hub does not compare them."""
         self._context = context
+        self._token_digests = dict(tokens or {})
         self._config = context.config
         self._store = context.store
         self._learner = learner
@@ -210,6 +214,7 @@ class Trainer:
             role="trainer",
             name="trainer",
             epoch=self._epoch.epoch,
+            tokens=self._token_digests,
             step=reserved.step if reserved else None,
             reservation=reserved.answer.groups if reserved and reserved.answer else (),
             quarantined=reserved.quarantined if reserved else (),
@@ -474,7 +479,7 @@ def train(context: RunContext, stop: threading.Event, monitor: RoleMonitor) -> N
     try:
         with open_learners(context.store.url, context.config.trainer.ranks, spread) as learners:
             learner = emulated_learner(learners.build(context.config), context.config)
-            trainer = Trainer(context, learner, epoch, monitor=monitor)
+            trainer = Trainer(context, learner, epoch, monitor=monitor, tokens=token_digests(context.config))
             freeze_startup_objects()
             stop_when_drained(context.store, stop)
             trainer.run(commits, stop)

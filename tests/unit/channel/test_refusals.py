@@ -3,7 +3,7 @@
 import pytest
 
 from pipelinerl_core.channel.refusals import REFUSALS, Next, after, code_of, error_of
-from pipelinerl_core.errors import ParityError, StreamError
+from pipelinerl_core.errors import RewardError, StreamError
 from pipelinerl_core.messages import Refused
 
 
@@ -22,7 +22,7 @@ def test_a_refusal_without_an_error_of_its_own_is_named_by_its_code(code):
 
 
 def test_an_error_without_a_code_is_internal():
-    assert code_of(ParityError("0.3")) == "internal"
+    assert code_of(RewardError("0.3")) == "internal"
 
 
 def test_a_code_of_a_later_version_ends_the_role():

@@ -13,7 +13,7 @@ import pytest
 from pipelinerl_core.config import RunConfig, build_config
 from pipelinerl_core.data.codec import decode_rollouts, encode_rollouts
 from pipelinerl_core.data.segments import SegmentWriter
-from pipelinerl_core.errors import Fenced, MissingObject, SchemaMismatch, StaleLease, WrongPeer
+from pipelinerl_core.errors import ConfigError, Fenced, MissingObject, SchemaMismatch, StaleLease, WrongPeer
 from pipelinerl_core.ledger import ActorKey, Ledger
 from pipelinerl_core.messages import (
     Ack,
@@ -116,6 +116,20 @@ def talk(tmp_path) -> Talk:
     talk = Talk(str(tmp_path))
     talk.register()
     return talk
+
+
+def test_an_actor_that_makes_other_tokens_of_a_text_is_refused(tmp_path):
+    """Also an actor that has registered before the trainer, at its next sync."""
+    talk, own = Talk(str(tmp_path)), {"vocabulary": "a", "chat template": "b"}
+    talk("a", Register(role="actor", name="actor-0", epoch=1, tokens=own | {"chat template": "c"}))
+    talk("t", Register(role="trainer", name="trainer", epoch=2, tokens=own))
+    talk("t", Register(role="trainer", name="trainer", epoch=2))
+    with pytest.raises(ConfigError, match=r"actor-0/1: chat template of its model\.path differ"):
+        talk.sync(1)
+    with pytest.raises(ConfigError, match=r"actor-0/2: vocabulary of its model\.path differ"):
+        talk("a", Register(role="actor", name="actor-0", epoch=2, tokens=own | {"vocabulary": "c"}))
+    talk("a", Register(role="actor", name="actor-0", epoch=3, tokens=own))
+    assert talk.sync(1).leases
 
 
 def test_a_summary_counts_tokens_per_version_of_scored_rollouts_only():

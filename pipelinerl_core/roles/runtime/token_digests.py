@@ -1,0 +1,56 @@
+"""Digests of what makes a text the input of the model, which actors and trainer send to the hub at registration.
+
+Re-scoring cannot see that an actor has another tokenizer than the trainer's model: both sides score the same tokens.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.model_path import require_model
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.prompts.chat import encode_prompt
+from pipelinerl_core.types import Prompt
+
+_TEXTS = ("1+2+3=", "What is 17 * 24?\nReason step by step.", "  def f(x):\n\treturn x  # naïve, 数学, 🙂")
+
+
+def token_digests(config: RunConfig) -> dict[str, str]:
+    """Name -> digest, of the model in model.path on this host. Raises ConfigError if the directory does not exist.
+
+    Fixed texts are encoded as every part encodes its prompts: another version of transformers may render a template
+    or split a text otherwise, with the same files.
+    """
+    directory = require_model(config.model.path)
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    found = {
+        "vocabulary": sorted(tokenizer.get_vocab().items()),
+        "chat template": tokenizer.chat_template,
+        "end tokens": _end_tokens(directory),
+        "encoded texts": [_encoded(text, tokenizer, part) for part in config.parts.values() for text in _TEXTS],
+    }
+    return {name: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16] for name, value in found.items()}
+
+
+def _encoded(text: str, tokenizer: Any, part: RunConfig) -> list[int]:
+    """Token ids; empty if the tokenizer cannot encode the text, because small vocabularies lack most characters."""
+    prompt = Prompt(prompt_id="", source="", env="", text=text)
+    try:
+        ids = encode_prompt(prompt, tokenizer, part.model.chat_template, part.prompts.system)
+    except ConfigError:
+        return []
+    return [int(token_id) for token_id in ids]
+
+
+def _end_tokens(directory: Path) -> Any:
+    """eos_token_id, from the file that engines prefer."""
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,40 @@
+"""Which part of a model directory differs between two hosts."""
+
+import json
+import shutil
+
+import pytest
+
+from pipelinerl_core.config import load_config
+from pipelinerl_core.roles.runtime.token_digests import token_digests
+
+
+def vocabulary(path):
+    found = json.loads((path / "tokenizer.json").read_text())
+    words = found["model"]["vocab"]
+    (first, one), (second, two) = list(words.items())[3:5]
+    words[first], words[second] = two, one
+    (path / "tokenizer.json").write_text(json.dumps(found))
+
+
+def end_tokens(path):
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+
+
+CHANGES = {
+    vocabulary: {"vocabulary", "encoded texts"},
+    (lambda path: (path / "chat_template.jinja").write_text("{{ messages[0].content }}")): {"chat template"},
+    end_tokens: {"end tokens"},
+    (lambda path: None): set(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_differs_is_named(prepared_model, tmp_path, change):
+    copy = tmp_path / "model"
+    shutil.copytree(prepared_model, copy)
+    change(copy)
+    own = token_digests(load_config("quickstart"))
+    other = token_digests(load_config("quickstart", [f"model.path={copy}"]))
+    assert own.keys() == other.keys()
+    assert {name for name, digest in own.items() if other[name] != digest} == CHANGES[change]
