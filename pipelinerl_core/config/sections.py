@@ -49,7 +49,7 @@ class SumsPrompts(PromptsSection):
 
     kind: Literal["sums"] = "sums"
     """Source of the prompts. sums: one-digit sums; reasoning_gym: procedural tasks; environment: the tasks of
-    environment.path itself; file: a JSON Lines or Parquet file; huggingface: a data set of the Hugging Face hub or of
+    environment.path itself; file: a JSON, CSV or Parquet file; huggingface: a data set of the Hugging Face hub or of
     a local directory."""
     lengths: tuple[int, ...] = Field((2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, 5, 6, 6, 8, 20), min_length=1)
     """Numbers of summands, drawn uniformly; repeat a number to draw it more often. The long sums in the default make

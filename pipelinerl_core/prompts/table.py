@@ -40,11 +40,16 @@ class Rows:
         """Of each row: prompt_id of the text shown to the model."""
         self.questions: list[str] = []
         """Of each row: hash of the columns that the prompt is made of, whatever the source and the template."""
+        self.texts: list[str] = [] if section.template else self.questions
+        """Of each row: hash of the text shown to the model."""
         self.num_empty_answers = 0
         for row, record in enumerate(records):
             columns = self._columns(row, record)
-            self.ids.append(prompt_id(name, self._filled(columns)))
+            text = self._filled(columns)
+            self.ids.append(prompt_id(name, text))
             self.questions.append(_hash("\0".join(columns)))
+            if section.template:
+                self.texts.append(_hash(text))
             self.num_empty_answers += self._answer(row, record) == ""
 
     def first_rows(self) -> dict[str, int]:
@@ -72,13 +77,13 @@ class Rows:
 
     def matching(self, other: "Rows", others: Sequence[int]) -> list[int]:
         """Rows that are the same problem as one of the rows `others` of `other`: the columns that the prompt is made
-        of have the same text, or all columns are equal."""
+        of have the same text, or the text shown to the model or all columns are equal."""
         questions = {other.questions[row] for row in others}
         if [column for _, column in self._template] == [column for _, column in other._template]:
             return [row for row, question in enumerate(self.questions) if question in questions]
-        whole = {other.row_hashes[row] for row in others}
+        texts, whole = {other.texts[row] for row in others}, {other.row_hashes[row] for row in others}
         return [row for row, question in enumerate(self.questions)
-                if question in questions or self.row_hashes[row] in whole]  # fmt: skip
+                if question in questions or self.texts[row] in texts or self.row_hashes[row] in whole]  # fmt: skip
 
     @cached_property
     def row_hashes(self) -> list[str]:

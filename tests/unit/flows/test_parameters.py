@@ -72,9 +72,7 @@ def test_bad_values_are_refused(wrong):
         Settings(**wrong)
 
 
-@pytest.mark.parametrize(
-    "flow", [train, compare, evaluate, actor, trainer, replay], ids=lambda flow: flow.name
-)
+@pytest.mark.parametrize("flow", [train, compare, evaluate, actor, trainer, replay], ids=lambda flow: flow.name)
 def test_every_parameter_of_every_flow_says_what_it_is(flow):
     properties = flow.parameters.model_dump()["properties"]
     assert [name for name, field in properties.items() if not field.get("description")] == []

@@ -77,6 +77,15 @@ def test_a_held_out_file_with_another_template_of_the_rows_is_left_out(tmp_path,
     assert trained(source) == set(range(40, 400))
 
 
+def test_the_same_finished_prompt_of_other_columns_is_left_out(tmp_path):
+    train = write(tmp_path / "train.jsonl", [{"a": f"What is {n}+", "b": f"{n}?", "answer": n} for n in range(400)])
+    hard = write(tmp_path / "hard.jsonl", [{"q": f"What is {n}+{n}", "answer": n} for n in range(40)])
+    sets = {"hard": {"path": hard, "template": "{q}?"}}
+    source = build_source(configured({"path": train, "template": "{a}{b}"}, eval={"sets": sets}))
+    assert not trained(source) & set(range(40))
+    assert len(trained(source)) > 300
+
+
 def test_rows_that_differ_in_the_prompt_but_not_in_the_answer_are_trained(tmp_path, train):
     hard = write(tmp_path / "hard.jsonl", [{"prompt": "What is 0+9999?", "answer": row["answer"]} for row in ROWS])
     config = configured({"path": train}, eval={"sets": {"hard": {"path": hard}}})
