@@ -150,7 +150,7 @@ def _lost(name: str, values: pa.ChunkedArray) -> Iterator[str]:
     elif pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind):
         yield f"column {name} holds {kind}: its values are given as null"
     elif pa.types.is_floating(kind):
-        known = values.drop_null()
+        known = values.filter(pc.is_finite(values))
         if len(known) and pc.all(pc.equal(known, pc.floor(known))).as_py():
             largest = pc.max(pc.abs(known)).as_py()
             digits = ", and may have lost digits" if largest >= _EXACT_IN_DOUBLE else ""

@@ -200,6 +200,7 @@ def test_what_a_table_has_lost_is_told_once_by_column(tmp_path):
             "price": [Decimal("1.50")] * 2,
             "count": [3.0, 2.0**60],
             "share": [0.5, float("nan")],
+            "odds": [2.0, float("inf")],
             "image": [b"\x00\xff", b""],
         }
     )
@@ -207,9 +208,9 @@ def test_what_a_table_has_lost_is_told_once_by_column(tmp_path):
     records = read_file(tmp_path / "rows.parquet", "prompts.path=rows.parquet")
     assert list(records) == [
         {"n": 0, "prompt": "a", "day": "2024-02-11", "at": "2024-01-01T03:00:00+00:00", "price": "1.50", "count": 3.0,
-         "share": 0.5, "image": None},
+         "share": 0.5, "odds": 2.0, "image": None},
         {"n": 1, "prompt": "b", "day": None, "at": "2024-01-01T03:00:00+00:00", "price": "1.50", "count": 2.0**60,
-         "share": None, "image": None},
+         "share": None, "odds": None, "image": None},
     ]  # fmt: skip
     assert [note.replace("\n", "") for note in source(tmp_path / "rows.parquet").summary()[1:]] == [
         "column day holds date32[day], not text: its values are given as text such as '2024-02-11'",
@@ -217,6 +218,7 @@ def test_what_a_table_has_lost_is_told_once_by_column(tmp_path):
         "'2024-01-01T03:00:00+00:00'",
         "column price holds decimal128(3, 2), not text: its values are given as text such as '1.50'",
         "column count holds double: its whole numbers are given as 3.0, and may have lost digits",
+        "column odds holds double: its whole numbers are given as 2.0",
         "column image holds binary: its values are given as null",
     ]
 

@@ -92,7 +92,7 @@ class Ledger:
 
     def __init__(self, calls, boot):
         self._calls, self.boot = calls, boot
-        self.changed, self.ledger = Condition(), self
+        self.changed, self.ledger, self.tokens = Condition(), self, {}
 
     def check_trainer(self, epoch):
         self._calls.call("check", self.boot, epoch)
