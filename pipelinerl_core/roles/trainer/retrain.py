@@ -144,9 +144,8 @@ def replay_steps(store: ObjectStore, learner: Learner, commits: dict[int, str], 
     if missing is not None:
         later = min((step for step in commits if step > missing), default=last)
         raise MissingObject(
-            f"{store.url}: step {missing} has no commit, and step {later} has one: an older version of pipelinerl "
-            f"went on after a commit that failed. Delete commits/{later:08d}.* and all later ones, then resume: the "
-            f"run goes on after step {missing - 1}"
+            f"{store.url}: step {missing} has no commit, and step {later} has one. If the commit is lost for good, "
+            f"`pipelinerl accept-loss {store.url}` lets the run continue after step {missing - 1}"
         )
     for step in steps:
         commit = read_commit(store, commits[step])
