@@ -18,7 +18,16 @@ from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "prefect.yaml", "flows", "tasks", "pipelinerl", "pipelinerl_core")
+SOURCES = (
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "prefect.yaml",
+    "flows",
+    "tasks",
+    "pipelinerl",
+    "pipelinerl_core",
+)
 SHORT = ("trainer.steps=2", "eval.num_prompts=16", "trainer.groups_per_step=8", "engine.concurrency=32")
 
 
