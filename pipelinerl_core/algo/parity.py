@@ -22,8 +22,8 @@ PARITY_BOUNDS: dict[str, dict[str, float]] = {
     "bfloat16": {"mean": 0.05, "p999": 0.6, "signed_mean": 0.01},
 }
 LEAST_HEALTHY_MEAN = {"float32": 1e-5, "bfloat16": 0.002}
-"""By dtype: a healthy engine's mean |difference| counts as at least this, because rounding of few or nearly certain
-tokens can be far smaller than that of the later ones (rescoring.py)."""
+"""By dtype: a healthy engine's mean |difference| counts as at least this value (rescoring.py). The rounding of few
+tokens, or of nearly certain tokens, can be far smaller than the rounding of later tokens."""
 _NAMES = {"mean": "mean", "p999": "99.9th percentile", "max": "max", "signed_mean": "signed mean"}
 _STANDARD_ERRORS = 4.0
 

@@ -136,10 +136,10 @@ class Evidence:
         """Add the tokens of a comparison, engine - trainer in nats; not a number is an alarm."""
         if not len(differences_M):
             return
-        sizes_M = np.minimum(np.nan_to_num(np.abs(differences_M), nan=np.inf) / norm, _LARGEST)
-        change = float(sizes_M.mean() - ALLOWANCE) * min(len(sizes_M), _MOST_TOKENS)
-        self._sum = min(max(0.0, self._sum + change), _LIMIT) if np.isfinite(differences_M).all() else _LIMIT
-        self._num_tokens, self._total = self._num_tokens + len(sizes_M), self._total + norm * float(sizes_M.sum())
+        sizes_M = np.nan_to_num(np.abs(differences_M), nan=np.inf, posinf=np.inf)
+        change = float(np.minimum(sizes_M / norm, _LARGEST).mean() - ALLOWANCE) * min(len(sizes_M), _MOST_TOKENS)
+        self._sum = min(max(0.0, self._sum + change), _LIMIT) if np.isfinite(sizes_M).all() else _LIMIT
+        self._num_tokens, self._total = self._num_tokens + len(sizes_M), self._total + float(sizes_M.sum())
         if not self._sum:
             self._num_tokens, self._total = 0, 0.0
         self.is_alarm = self._sum >= _LIMIT or (self.is_alarm and self._sum > _LIMIT / 2)

@@ -94,10 +94,11 @@ def test_an_alarm_ends_a_few_comparisons_after_the_fault(dtype):
     assert evidence.text(healthy.norm) == ""
 
 
-def test_an_alarm_says_how_large_the_difference_is():
+@pytest.mark.parametrize("size", [0.05, 3.0, np.inf])  # the evidence of a token is limited, the figure is not
+def test_an_alarm_says_how_large_the_difference_is(size):
     healthy, evidence = measured("bfloat16", 0.003), Evidence()
-    evidence.add(np.full(200, 0.05), healthy.norm)
-    assert evidence.text(healthy.norm).startswith("mean |difference| 0.05 over 200 tokens (0.00")
+    evidence.add(np.full(200, size), healthy.norm)
+    assert evidence.text(healthy.norm).startswith(f"mean |difference| {size:.2g} over 200 tokens (0.00")
 
 
 def test_few_outliers_are_no_alarm_and_nan_is():

@@ -33,7 +33,7 @@ from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import check_not_fenced, counted_commit_keys, is_complete, read_epochs, take_over
 from pipelinerl_core.run.locate import find_run
-from pipelinerl_core.run.records import CheckpointRef, batch_key, rollout_key
+from pipelinerl_core.run.records import HUB_KEY, CheckpointRef, batch_key, rollout_key
 from pipelinerl_core.storage.local import FileStore
 from pipelinerl_core.storage.s3 import S3Store
 from pipelinerl_core.testing.fakes import MemoryStore
@@ -43,7 +43,7 @@ from pipelinerl_core.tools.audit import Audit
 from pipelinerl_core.tools.gc import collect
 from pipelinerl_core.training.checkpoint import load_checkpoint, save_checkpoint
 from pipelinerl_core.weights.publish import WeightPublisher
-from tests.builders import put_commit, put_epoch, put_run
+from tests.builders import hub_record, put_commit, put_epoch, put_run
 from tests.fake_s3 import OUTAGES, Answer, serving
 
 pytestmark = pytest.mark.slow
@@ -110,6 +110,7 @@ def whole_run() -> dict[str, bytes]:
             compaction.compact_commits(store)
     store.put(rollout_key("actor-0", 1, STEPS + 1), to_segment([encode_rollouts("run", group(STEPS + 1))]))
     store.put("batches/00000002.1/0000.arrow", b"of a fenced trainer")
+    store.put(HUB_KEY, hub_record(live={"step": STEPS, "state": "done"}).model_dump_json().encode())
     return {key: store.get(key) for key in store.list("")}
 
 
