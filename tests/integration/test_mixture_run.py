@@ -21,7 +21,7 @@ from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS = 24  # a group of the broken part takes several starts of its process
+STEPS = 24
 GROUPS = 8
 PAGE = Path(__file__).parents[2] / "docs" / "mixtures.md"
 SMALL = [
@@ -42,13 +42,15 @@ class Broken:
     weights = {"right": 1.0}
 
     def task(self, index):
-        return {}
+        return {"raises": index % 2}
 
     def held_out(self, count):
         return [{}] * count
 
     async def play(self, task, ask, seed):
         await ask([{"role": "user", "content": "1+1="}])
+        if task.get("raises"):  # fails at once, while the death of a process takes three starts to fail an episode
+            raise ValueError("this task is broken")
         os._exit(3)
 
     def score(self, task, transcript):
@@ -62,7 +64,7 @@ def example(language):
 
 
 def make_mixture(directory, url):
-    """A run with the mixture of the page and a part whose process dies in every episode."""
+    """A run with the mixture of the page and a part whose episodes raise or end their process."""
     for name, text in (("own.py", example("python")), ("broken.py", BROKEN), ("mine.toml", example("toml"))):
         (directory / name).write_text(text)
     rows = [f'{{"prompt": "{one}+{other}=", "answer": {one + other}}}' for one in range(8) for other in range(8)]
