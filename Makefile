@@ -121,14 +121,14 @@ images: ## build the container images of all roles (needs Docker)
 		docker build --file infra/docker/Dockerfile --target $$target --tag pipelinerl-$$target:$(VERSION) . || exit 1; \
 	done
 
-bench-peers: $(PEERS)/.installed ## install what `bench learning` and `bench stream` compare with, beside .venv
+bench-peers: $(PEERS)/.installed ## install what the benchmarks `learning` and `learner` compare with, beside .venv
 
 $(PEERS)/.installed: $(STAMP) requirements-bench.lock
 	$(PIP) --upgrade --target $(PEERS) -r requirements-bench.lock
 	@touch $@
 
 bench-gpu: ## measure engines and learner on a GPU, write docs/results-gpu.md; torch and transformers are enough (ARGS=--help)
-	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m pipelinerl_core.bench.gpu --out docs/results-gpu.md $(ARGS)
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m benchmarks.gpu --out docs/results-gpu.md $(ARGS)
 
-bench: install $(DEV) ## measure the engine against its peers (NAME=engine)
-	$(BIN)/pipelinerl bench $(or $(NAME),engine)
+bench: install $(DEV) ## run a benchmark (NAME=engine ARGS=--json; NAME=--help lists them)
+	$(BIN)/python -m benchmarks $(or $(NAME),engine) $(ARGS)

@@ -22,7 +22,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from pipelinerl.tasks.alarms import RUN_STALLED, Alarms
 from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.errors import DeadlineExceeded, MissingObject, StoreError
-from pipelinerl_core.planning.own_run import OwnPrediction
+from pipelinerl_core.planning.own_run import write_prediction
 from pipelinerl_core.report.equal_rewards import (
     WARN_STEPS,
     comparison_text,
@@ -82,7 +82,7 @@ class RunWatch:
         model = resolve_model_path(run.config.model.path)
         self._decode = token_decoder(str(model)) if model else None
         self._table = RolloutTable(run.store, run.config.trainer.steps, self._decode)
-        self._prediction = OwnPrediction(run.store, run.record, run.config)
+        self._has_predicted = False
         self._has_warned = False
         self._table_at = -TABLE_SECONDS
         self._table_rows = 0
@@ -189,7 +189,9 @@ class RunWatch:
             progress = role_progress(self._run.store)
             self._view.update(hub, self._follower, progress, silent_seconds=self._hub.silent_seconds)
             self._warn_of_equal_rewards()
-            self._prediction.look(self.commits, self.committed_step)
+            if not self._has_predicted:
+                write_prediction(self._run.store, self._run.config)
+                self._has_predicted = True
             if begun - self._table_at >= TABLE_SECONDS:
                 self._write_table()
         except StoreError as error:  # the roles have deadlines for the store; the watch tries again later

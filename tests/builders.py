@@ -15,9 +15,9 @@ from pipelinerl_core.interfaces import Engine, ObjectStore
 from pipelinerl_core.messages import FateRecord, Lease, Reserved, Sync
 from pipelinerl_core.run.processor import processor
 from pipelinerl_core.run.records import RUN_KEY, Commit, EpochRecord, HubRecord, RunRecord, commit_key, epoch_key
-from pipelinerl_core.testing.rollout_rows import build_rollout
-from pipelinerl_core.testing.synthetic_run import put_record
 from pipelinerl_core.types import Completion, EngineRequest, GroupRef, PartialRow, Sampler, WeightManifest, WeightSpan
+from tests.rollout_rows import build_rollout
+from tests.synthetic_run import put_record
 
 
 class ManualClock:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl_core.testing.fakes import MemoryStore
+from tests.fakes import MemoryStore
 from tests.ports import free_port
 
 # Before anything imports torch: on two cores OpenMP's default spin-wait slows busy neighbours down 10 to 30 times.

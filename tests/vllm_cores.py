@@ -7,7 +7,7 @@ import threading
 import warnings
 
 from pipelinerl_core.interfaces import WeightUpdate
-from pipelinerl_core.testing.models import VOCAB_SIZE
+from tests.models import VOCAB_SIZE
 
 DEADLINE_SECONDS = 60
 START_SECONDS = 120

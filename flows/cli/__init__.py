@@ -9,7 +9,6 @@ from pipelinerl.flows.cli import (
     accept_loss,
     actor,
     audit,
-    bench,
     compare,
     config,
     deploy,
@@ -56,7 +55,7 @@ COMMANDS = (
     doctor.doctor,
     deploy.deploy,
 )
-"""In the order of --help; `bench` is registered last because it passes its arguments on."""
+"""In the order of --help."""
 
 app = typer.Typer(
     name="pipelinerl",
@@ -100,7 +99,6 @@ def options(
 
 for command in COMMANDS:
     app.command()(command)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench.bench)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Runs a tool or a benchmark of the core as a child process; its exit code becomes the exit code of the command."""
+"""Runs a tool of the core as a child process; its exit code becomes the exit code of the command."""
 
 import subprocess
 from collections.abc import Mapping, Sequence

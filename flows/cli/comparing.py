@@ -1,4 +1,4 @@
-"""Shared by `compare` and `bench learning`: options, checks and output. Prefect is imported after the checks."""
+"""Options, checks and output of `compare` and of the benchmark `learning`. Prefect is imported after the checks."""
 
 from collections.abc import Sequence
 from typing import Any

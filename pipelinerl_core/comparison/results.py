@@ -14,7 +14,6 @@ from pipelinerl_core.comparison.analysis import ComparedRun, compare, learning_c
 from pipelinerl_core.comparison.budget import dropped_lines
 from pipelinerl_core.comparison.figure import figure
 from pipelinerl_core.comparison.page import page
-from pipelinerl_core.comparison.peer_points import read_peer
 from pipelinerl_core.comparison.plan import Plan, PlannedRun, is_complete
 from pipelinerl_core.errors import MissingObject, PipelineRLError
 from pipelinerl_core.run.follow import RunFollower
@@ -32,8 +31,8 @@ class RunsFailed(PipelineRLError):
 class Results:
     """Compares the complete runs of a plan and stores the comparison."""
 
-    def __init__(self, plan: Plan, root: str, peers: Sequence[PlannedRun] = ()) -> None:
-        """`peers`: runs of other libraries, stored under <root>/peers and compared as arms (peer_points.py)."""
+    def __init__(self, plan: Plan, root: str, peers: Sequence[ComparedRun] = ()) -> None:
+        """`peers`: runs of other libraries, compared as arms."""
         self._plan = plan
         self._peers = peers
         self._root = root_url(root)
@@ -61,7 +60,7 @@ class Results:
     def write(self, dropped: list[PlannedRun]) -> dict[str, Any]:
         """Compare all complete runs; writes the three objects and returns comparison.json."""
         own = [one for one in map(self._compared, self._plan.runs) if one is not None]
-        peers = self._peer_runs()
+        peers = self._peers
         runs = [*own, *peers]
         wanted = self._plan.wanted
         names = [*(arm.name for arm in wanted.arms), *dict.fromkeys(peer.arm for peer in peers)]
@@ -88,11 +87,6 @@ class Results:
         self.store.put(SVG_KEY, svg.encode())
         self.store.put(HTML_KEY, page(document, svg).encode())
         return document
-
-    def _peer_runs(self) -> list[ComparedRun]:
-        root = open_store(self._root)
-        found = (read_peer(root, run.run_id) for run in self._peers)
-        return [peer for peer in found if peer is not None]
 
     def _peer_entry(self, peer: ComparedRun) -> dict[str, Any]:
         """A peer in comparison.json."""

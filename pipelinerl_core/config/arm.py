@@ -13,13 +13,11 @@ import shlex
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from pipelinerl_core.errors import ConfigError
 
-SHIPPED = resources.files("pipelinerl_core.config") / "arms"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*")
 
 
@@ -50,11 +48,6 @@ def read_arms(path: str) -> list[Arm]:
     if not file.is_file():
         raise ConfigError(f"--arms {path}: no such file")
     return _parse_tables(path, file.read_text(encoding="utf-8"))
-
-
-def shipped_arms(name: str) -> list[Arm]:
-    """The arms of a shipped file, by name without suffix."""
-    return _parse_tables(name, (SHIPPED / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def distinct(arms: Iterable[Arm]) -> tuple[Arm, ...]:

@@ -1,6 +1,5 @@
 """Speeds of recorded runs, for a simulation of the same run or of changed settings on the same machines."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -13,13 +12,11 @@ from pipelinerl_core.config.load import stored_config
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.planning.lengths import Lengths
 from pipelinerl_core.planning.prediction import (
-    FULL,
     INPUTS,
     MIN_STEPS,
     START_SHARE,
     SYNC_SECONDS,
     Prediction,
-    Size,
     named_bottleneck,
     shortened,
 )
@@ -110,9 +107,7 @@ class Calibration:
         return found
 
 
-def calibrate(
-    facts: RunFacts, *others: RunFacts, cores: int = 0, size: Size = FULL, until: float = math.inf
-) -> Calibration:
+def calibrate(facts: RunFacts, *others: RunFacts, cores: int = 0) -> Calibration:
     """Speeds and work of a recorded run. Raises ConfigError if the run has too few steps for a measurement.
 
     others: runs of the same model on the same machines with other loads, from which the fixed part of a decode step
@@ -156,7 +151,7 @@ def calibrate(
         equal_share=_equal_share(kept) if config.rollouts.filter_zero_variance else 0.0,
     )
     found, speeds = _measured(facts, config, kept), MeasuredSpeeds(decode=decode, train=train)
-    speeds, usable = _corrected(shortened(config, size), speeds, work, kept, found, until)
+    speeds, usable = _corrected(shortened(config), speeds, work, kept, found)
     return Calibration(
         config=config,
         speeds=speeds,
@@ -182,7 +177,6 @@ def _corrected(
     work: Work,
     commits: Sequence[Commit],
     found: Prediction,
-    until: float,
 ) -> tuple[MeasuredSpeeds, float]:
     """(speeds, usable slots): scale the time of a decode step until simulated sequences take as long per token as the
     recorded sequences, and the slots until as many are in use.
@@ -194,7 +188,7 @@ def _corrected(
     measured, usable = _seconds_per_token(commits), 1.0
     has_work = config.paces_engines or found.bottleneck == "generation"
     for _ in range(_CORRECTIONS if measured else 0):
-        run = simulate(config, speeds, replace(work, usable_slots=usable), until=until)
+        run = simulate(config, speeds, replace(work, usable_slots=usable))
         if has_work and run.busy_slots > _FULL * usable:
             usable = min(1.0, found.busy_slots)
         speeds = replace(speeds, decode=speeds.decode.times(measured / run.seconds_per_token))

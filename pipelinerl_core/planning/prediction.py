@@ -1,6 +1,5 @@
 """A prediction: the figures of a simulated run without its first steps, and its bottleneck."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
@@ -17,20 +16,10 @@ START_SHARE = 0.2
 """Share of the first steps that is left out: engines fill their slots, and libraries warm up."""
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """Length of a simulation."""
-
-    fewest: int
-    """Steps."""
-    most: int
-    rollouts: int
-    """Rollouts to simulate within the two limits; 40,000 take about a second."""
-
-
-FULL = Size(40, 200, 40_000)
-SHORT = Size(16, 60, 8_000)
-"""For a run that is under way."""
+FEWEST_STEPS, MOST_STEPS = 40, 200
+"""Length of a simulation."""
+ROLLOUTS = 40_000
+"""Rollouts to simulate within these limits; they take about a second."""
 
 SYNC_SECONDS = 0.05
 """Shortest interval between two syncs of an actor (roles/hub/service.py)."""
@@ -85,9 +74,9 @@ class Source(Protocol):
         """What the prediction leaves out or extrapolates."""
 
 
-def predict(source: Source, config: RunConfig, *, size: Size = FULL, until: float = math.inf) -> Prediction:
+def predict(source: Source, config: RunConfig) -> Prediction:
     """Simulate a configuration. Raises ConfigError as `simulate`."""
-    run = simulate(shortened(config, size), source.speeds_of(config), source.work_of(config), until=until)
+    run = simulate(shortened(config), source.speeds_of(config), source.work_of(config))
     skip = max(1, int(START_SHARE * len(run.steps)))
     seconds = run.steps[-1].at - run.steps[skip - 1].at
     trainer_idle = run.waiting(skip)
@@ -106,10 +95,10 @@ def predict(source: Source, config: RunConfig, *, size: Size = FULL, until: floa
     )
 
 
-def shortened(config: RunConfig, size: Size = FULL) -> RunConfig:
+def shortened(config: RunConfig) -> RunConfig:
     """The configuration with as many steps as a simulation needs for stable means."""
-    enough = size.rollouts // (config.trainer.groups_per_step * config.rollouts.group_size)
-    steps = max(MIN_STEPS, min(config.trainer.steps, size.most, max(size.fewest, enough)))
+    enough = ROLLOUTS // (config.trainer.groups_per_step * config.rollouts.group_size)
+    steps = max(MIN_STEPS, min(config.trainer.steps, MOST_STEPS, max(FEWEST_STEPS, enough)))
     return config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": steps})})
 
 

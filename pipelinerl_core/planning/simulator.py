@@ -17,7 +17,6 @@ With the default times of 0, messages take no time, and an engine is not paced.
 
 import heapq
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -162,14 +161,11 @@ class SimulatedRun:
         return self.steps[-1].at - self.steps[skip - 1].at
 
 
-def simulate(config: RunConfig, speeds: Speeds, work: Work, *, until: float = math.inf) -> SimulatedRun:
-    """Simulate all steps of a configuration. Raises ConfigError if the run cannot be simulated or cannot go on.
-
-    until: `time.thread_time` at which the simulation is given up with a ConfigError.
-    """
+def simulate(config: RunConfig, speeds: Speeds, work: Work) -> SimulatedRun:
+    """Simulate all steps of a configuration. Raises ConfigError if the run cannot be simulated or cannot go on."""
     if config.engine.kv == "drain":
         raise ConfigError("engine.kv=drain is not simulated. Set engine.kv=keep")
-    return _Simulation(config, speeds, work).run(until)
+    return _Simulation(config, speeds, work).run()
 
 
 class _Simulation:
@@ -218,7 +214,7 @@ class _Simulation:
         self._wakes = [math.inf] * len(self._engines)  # time of the next event of each engine
         self._refused = dict.fromkeys(range(len(self._engines)))  # engines that want groups, in order
 
-    def run(self, until: float) -> SimulatedRun:
+    def run(self) -> SimulatedRun:
         for engine in self._engines:
             self._ledger.register_actor(engine.key)
         self._ledger.register_trainer(_TRAINER_EPOCH)
@@ -233,8 +229,6 @@ class _Simulation:
                     f"the simulated run stops after step {self._ledger.committed_step}: no engine may generate, and "
                     "the trainer lacks groups"
                 )
-            if time.thread_time() > until:
-                raise ConfigError(f"the simulation took too long, {len(self._steps)} steps were simulated")
             self._now, _, event = heapq.heappop(self._events)
             event()
         slot_seconds = self._now * self._config.engine.concurrency * len(self._engines)

@@ -26,7 +26,7 @@ from pipelinerl_core.report.advice import (
 from pipelinerl_core.report.equal_rewards import NEXT_STEP, TINY_STEP, comparison_text, equal_reward, headline
 from pipelinerl_core.report.facts import RunFacts, StepFacts, collect
 from pipelinerl_core.report.parts import parts_report
-from pipelinerl_core.report.predicted import model_advice, predicted
+from pipelinerl_core.report.predicted import predicted
 from pipelinerl_core.run.records import WEIGHTS_TABLE_KEY, Commit, EvalRecord, RunRecord, SwapRecord
 from pipelinerl_core.telemetry import measures
 from pipelinerl_core.telemetry.length_bias import length_report
@@ -82,12 +82,8 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         {
             "steps_per_second": utilization.steps_per_second(commits),
             "mean_lag": measures.mean_of_counts(total_lags(facts.steps)),
-            "trainer_idle": trainer_idle,
-            "busy_slots": None if actor_idle is None else 1 - actor_idle,
         },
     )
-    if found["advice"] is not None:
-        found = {**found, "advice": " ".join(filter(None, (found["advice"], model_advice(prediction))))}
     for find in (refused_advice, clipped_advice):
         if text := find(commits, facts.run.config):
             found = {**found, "advice": " ".join(filter(None, (f"{text[:1].upper()}{text[1:]}.", found["advice"])))}

@@ -21,7 +21,7 @@
   evals/<version>.json                   held-out accuracy of a version
   evals/<version>.<set>.json             the same on a set of eval.sets, or on a part of a mixture
   roles/<role>-<name>.json               address of a live role's health and metrics; removed at the role's end
-  prediction.json                        speed and lag that the simulation predicts; written once
+  prediction.json                        speed and lag in closed form, if the machine is calibrated
   garbage.json                           what the last `pipelinerl gc` would remove, for the next one
   report.json report.html weights.parquet
 """
@@ -312,31 +312,14 @@ class StartsRecord(Record):
     """Newest committed step at that start; -1: none."""
 
 
-class PredictedChange(BaseModel):
-    """A setting that the simulation finds faster."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
-
-    setting: str
-    """`section.key=value`."""
-    ratio: Number
-    """Predicted steps per second with the setting over those without."""
-
-
 class PredictionRecord(Record):
-    """prediction.json: what the simulation of planning/ predicts for the run's own settings."""
+    """prediction.json: the prediction of planning/closed_form.py for the run's own settings."""
 
     source: str
-    """Where the speeds come from: a calibration of the machine, or the first steps of the run."""
+    """Where the speeds come from."""
     steps_per_second: Number
     mean_lag: Number
     """Of the trained tokens, optimizer steps."""
-    trainer_idle: Number
-    """Share of the time in which the trainer waits for groups."""
-    busy_slots: Number
-    """Share of the engines' slots in use."""
-    bottleneck: str
-    changes: tuple[PredictedChange, ...] = ()
 
 
 class RendezvousRecord(Record):

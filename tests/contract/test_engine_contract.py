@@ -13,10 +13,10 @@ import pytest
 
 from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import WeightUpdate
-from pipelinerl_core.testing import models as testing_models
-from pipelinerl_core.testing.models import VOCAB_SIZE, forcing_weights, reference_logprobs, weights_of
 from pipelinerl_core.types import Completion, FinishReason, WeightSpan
+from tests import models as testing_models
 from tests.builders import engine_request
+from tests.models import VOCAB_SIZE, forcing_weights, reference_logprobs, weights_of
 from tests.waiting import until as wait_until
 
 EOS = 3

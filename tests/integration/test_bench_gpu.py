@@ -25,7 +25,7 @@ class Finder(PathFinder):
 
 sys.meta_path = [Finder if finder is PathFinder else finder for finder in sys.meta_path]
 sys.argv = ["bench_gpu", *sys.argv[1:]]
-runpy.run_module("pipelinerl_core.bench.gpu", run_name="__main__")
+runpy.run_module("benchmarks.gpu", run_name="__main__")
 """
 """Runs the benchmark where the packages of ABSENT are not installed."""
 
@@ -74,7 +74,7 @@ def test_torch_and_transformers_are_enough_for_the_embedded_engine(tmp_path):
 
 
 def test_vllm_is_measured_beside_it_where_it_is_installed():
-    done = run(["-m", "pipelinerl_core.bench.gpu"])
+    done = run(["-m", "benchmarks.gpu"])
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     rows = result["rows"]
@@ -92,7 +92,7 @@ def test_vllm_is_measured_beside_it_where_it_is_installed():
 
 def test_without_a_gpu_it_says_so():
     done = subprocess.run(
-        [sys.executable, "-m", "pipelinerl_core.bench.gpu"],
+        [sys.executable, "-m", "benchmarks.gpu"],
         cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 2

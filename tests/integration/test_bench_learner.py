@@ -23,12 +23,12 @@ def test_trl_takes_the_step_of_our_learner():
 
 
 def compare():
+    from benchmarks import learner_trl
     from pipelinerl_core.batching.assemble import assemble_rows
     from pipelinerl_core.batching.collate import PackBatcher
-    from pipelinerl_core.bench import learner_trl
     from pipelinerl_core.training.learner import TorchLearner
     from pipelinerl_core.training.model import prepare_model
-    from tests.unit.bench.learner_case import MINI
+    from tests.unit.benchmarks.learner_case import MINI
 
     learner_trl.ROWS_PER_PASS = 4
     rows = assemble_rows(1, MINI.groups(), MINI.config()).rows

@@ -1,14 +1,13 @@
-"""`bench stream` with small numbers: the counts are right, a missing program is reported. No figure is checked."""
+"""`bench stream` with small numbers: the counts are right. No figure is checked."""
 
 import sys
 import time
 
 import pytest
 
-from pipelinerl_core.bench import stream, stream_peers
-from pipelinerl_core.bench.stream_actors import Cell
-from pipelinerl_core.bench.stream_hub import HubUnderLoad, SimulatedTrainer
-from pipelinerl_core.errors import ConfigError
+from benchmarks import stream
+from benchmarks.stream_actors import Cell
+from benchmarks.stream_hub import HubUnderLoad, SimulatedTrainer
 
 BUDGET = 1 << 20
 
@@ -44,20 +43,6 @@ def test_throughput_is_counted_from_the_groups_that_the_trainer_has_read():
     assert "p50_ms" not in row
 
 
-def test_a_missing_redis_server_is_one_line_and_json_lines_are_measured(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(stream_peers, "_PACKAGES", tmp_path)
-    with pytest.raises(ConfigError, match="make bench-peers"):
-        stream_peers.find_redis_server()
-    result = stream.measure(stream.Extent(cells=(), seconds=0.1, stall_seconds=0, segment_groups=0))
-    (row,) = result["rows"]
-    assert row["what"] == "back-end: jsonl"
-    assert row["groups"] > 0
-    assert len(result["missing"]) == 1
-    assert "not measured: Redis: no redis-server on PATH" in stream.table(result)
-    assert capsys.readouterr().err.count("\n") == 3
-
-
 def test_an_unknown_option_is_refused(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench_stream", "--only", "latency"])
     with pytest.raises(SystemExit) as caught:
@@ -70,7 +55,7 @@ def test_every_row_is_a_line_of_the_table_with_blanks_for_figures_that_the_row_l
         "rows": [
             {"what": "actors: 100", "groups_per_second": 4000.0, "hub_us": 200.0, "hub_mb": 150.0,
              "stalled_hub_mb": 1200.0},
-            {"what": "back-end: redis", "groups_per_second": 2000.0},
+            {"what": "segments: disk", "groups_per_second": 2000.0},
         ],
         "missing": ["S3: no rclone"],
         "load_average": 2.0, "cores": 2, "pyarrow": "25", "machine": "x86_64",
@@ -78,5 +63,5 @@ def test_every_row_is_a_line_of_the_table_with_blanks_for_figures_that_the_row_l
     lines = stream.table(result).splitlines()
     assert lines[0].startswith("| groups of 8 x 512 | groups/s | p50, ms |")
     assert lines[2] == "| actors: 100 | 4,000 |  |  | 200 | 150 | 1,200 |"
-    assert lines[3] == "| back-end: redis | 2,000 |  |  |  |  |  |"
+    assert lines[3] == "| segments: disk | 2,000 |  |  |  |  |  |"
     assert lines[-1] == "not measured: S3: no rclone"

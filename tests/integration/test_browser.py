@@ -18,13 +18,13 @@ from urllib.request import urlopen
 import pytest
 
 from pipelinerl_core.report import web
-from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.testing.synthetic_run import Shape, write_run
+from tests.fakes import MemoryStore
 from tests.integration.browser import Page, browser
 from tests.integration.cli_case import committed
 from tests.integration.pipeline import ROOT
 from tests.integration.prefect_server import Prefect
 from tests.ports import free_port
+from tests.synthetic_run import Shape, write_run
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

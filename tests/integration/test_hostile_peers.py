@@ -42,10 +42,10 @@ from pipelinerl_core.messages import (
 )
 from pipelinerl_core.run.records import HubRecord
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.types import Rollout, WeightSpan
 from tests.builders import put_run, small_config, sync_message, weight_manifest
 from tests.integration.exchange_case import leave, raw_exchange, refusal
+from tests.rollout_rows import build_group, group_ref
 
 TOKEN = "a-token-for-tests"
 ROOT = Path(__file__).parents[2]

@@ -34,7 +34,6 @@ from pipelinerl_core.messages import (
 from pipelinerl_core.run.history import take_epoch
 from pipelinerl_core.run.records import HUB_KEY, HubRecord
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.testing.synthetic_run import put_record
 from tests.builders import (
     hub_record,
     put_commit,
@@ -46,6 +45,7 @@ from tests.builders import (
     weight_manifest,
 )
 from tests.processes import is_running
+from tests.synthetic_run import put_record
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow

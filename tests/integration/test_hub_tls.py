@@ -15,10 +15,10 @@ from pipelinerl_core.messages import Group, Register, Reserve, Rows, Sync, SyncR
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.run.records import HubRecord
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.testing.rollout_rows import build_group, group_ref
-from pipelinerl_core.testing.stream_hub import QueueHub
 from tests.builders import sync_message
 from tests.integration.pipeline import TOKEN, assert_closes, committed_steps, make_run, role, trained_groups
+from tests.rollout_rows import build_group, group_ref
+from tests.stream_hub import QueueHub
 from tests.waiting import wait_for
 
 CREDENTIALS = make_credentials()

@@ -14,10 +14,10 @@ from pipelinerl_core.report.web import LivePage, build_server
 from pipelinerl_core.roles.runtime.monitor import monitored
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.records import RunRecord
-from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.testing.synthetic_run import Shape, write_run
+from tests.fakes import MemoryStore
 from tests.ports import free_port
 from tests.processes import debian_program
+from tests.synthetic_run import Shape, write_run
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

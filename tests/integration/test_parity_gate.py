@@ -13,10 +13,10 @@ from pipelinerl_core.prompts import build_source
 from pipelinerl_core.roles.runtime.inference import build_codec, build_engine, open_engine
 from pipelinerl_core.roles.trainer.learners import build_alone
 from pipelinerl_core.roles.trainer.main import check_parity
-from pipelinerl_core.testing.rollout_rows import build_rollout
 from pipelinerl_core.types import Rollout
 from pipelinerl_core.weights.files import serialize
 from tests.builders import completion_of, engine_request
+from tests.rollout_rows import build_rollout
 
 pytestmark = pytest.mark.slow
 

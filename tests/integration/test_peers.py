@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.peers import sequential
+from benchmarks.peers.record import read_points
+from benchmarks.peers.task import open_task, peer_parser
 from pipelinerl_core.batching.assemble import assemble_rows
-from pipelinerl_core.bench.peers import sequential
-from pipelinerl_core.bench.peers.record import read_points
-from pipelinerl_core.bench.peers.task import open_task, peer_parser
 from pipelinerl_core.roles.trainer.learners import build_alone
-from pipelinerl_core.testing.rollout_rows import build_rollout
+from tests.rollout_rows import build_rollout
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ROOT / ".bench-packages"
@@ -97,7 +97,7 @@ def test_trl_has_the_gradient_of_our_learner(tmp_path, prepared_model, generatio
 
 def compare_trl(out, model, continuous_batching):
     """One step of TRL: its gradient on what it sampled against ours."""
-    from pipelinerl_core.bench.peers import trl_grpo
+    from benchmarks.peers import trl_grpo
 
     rollouts, gradients = [], []
 
@@ -123,7 +123,7 @@ def compare_trl(out, model, continuous_batching):
 @pytest.mark.usefixtures("trl")
 def test_processes_of_trl_share_a_step(tmp_path, prepared_model):
     options = ["--out", str(tmp_path), "--model", str(prepared_model), "--steps", "2", "--every", "1", *SMALL]
-    command = [sys.executable, "-m", "pipelinerl_core.bench.peers", "trl", *options]
+    command = [sys.executable, "-m", "benchmarks.peers", "trl", *options]
     subprocess.run(command, check=True, timeout=200)
     document = read_points(tmp_path)
     assert [(point["step"], point["samples"]) for point in document["points"]] == [(0, 0), (1, 64), (2, 128)]
@@ -132,7 +132,7 @@ def test_processes_of_trl_share_a_step(tmp_path, prepared_model):
 
 @pytest.mark.slow
 def test_a_peer_runs_and_its_weights_are_evaluated_afterwards(tmp_path, prepared_model):
-    module = [sys.executable, "-m", "pipelinerl_core.bench.peers"]
+    module = [sys.executable, "-m", "benchmarks.peers"]
     train = ["sequential", "--model", str(prepared_model), *["--steps", "3", "--every", "2"], *SMALL]
     for command in (train, ["evaluate", "--prompts", "40"]):
         subprocess.run([*module, *command, "--out", str(tmp_path), "--threads", "1"], check=True, timeout=120)

@@ -24,11 +24,11 @@ from pipelinerl_core.messages import Ack, Bye, Group, Register, Reserve, Rows, S
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.run.records import HUB_KEY
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.testing.rollout_rows import build_group, group_ref
-from pipelinerl_core.testing.stream_hub import QueueHub
-from pipelinerl_core.testing.synthetic_run import put_record
 from tests.builders import hub_record, sync_message
 from tests.integration.exchange_case import TOKEN, leave, raw_exchange, refusal
+from tests.rollout_rows import build_group, group_ref
+from tests.stream_hub import QueueHub
+from tests.synthetic_run import put_record
 from tests.waiting import wait_for
 
 SYNC = sync_message(running=1, want=1)
@@ -476,7 +476,7 @@ def start_hub():
 
     def start():
         process = subprocess.Popen(
-            [sys.executable, "-m", "pipelinerl_core.testing.stream_hub"],
+            [sys.executable, "-m", "tests.stream_hub"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

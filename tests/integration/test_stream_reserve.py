@@ -9,8 +9,8 @@ from pipelinerl_core.channel.server import HubServer
 from pipelinerl_core.data.codec import decode_rollouts, encode_rollouts
 from pipelinerl_core.errors import HubUnavailable
 from pipelinerl_core.messages import Group, Reserve, Rows
-from pipelinerl_core.testing.rollout_rows import build_group, group_ref
-from pipelinerl_core.testing.stream_hub import QueueHub
+from tests.rollout_rows import build_group, group_ref
+from tests.stream_hub import QueueHub
 
 TOKEN = "a-test-token"
 NUM_GROUPS = 4

@@ -16,11 +16,11 @@ import pytest
 from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import WeightUpdate
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.testing.models import VOCAB_SIZE, reference_logprobs, tiny_model, weights_of
 from pipelinerl_core.types import FinishReason, Sampler, WeightSpan
 from pipelinerl_core.weights.broadcast import WeightBroadcaster, read_group
 from tests.builders import completion_of as finish
 from tests.builders import engine_request
+from tests.models import VOCAB_SIZE, reference_logprobs, tiny_model, weights_of
 from tests.processes import is_running
 from tests.vllm_cores import LONGEST, START_SECONDS, VLLMBuilder
 from tests.waiting import until, wait_for

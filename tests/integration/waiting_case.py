@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config import build_config
-from pipelinerl_core.testing.models import tiny_model
 from pipelinerl_core.training.attention import PACKED_ATTENTION
 from pipelinerl_core.training.deepspeed_learner import DeepSpeedLearner
 from pipelinerl_core.training.ranks import Ranks
 from pipelinerl_core.training.step_sums import StepSums
+from tests.models import tiny_model
 from tests.unit.training.no_waiting_case import NoWaiting, packs_of
 
 

@@ -44,8 +44,6 @@ def problems(line: str) -> list[str]:
     command = COMMANDS.get(words[0])
     if command is None:
         return [f"no command {words[0]}"]
-    if words[0] == "bench":  # its arguments are those of the benchmark
-        return []
     options = {name for one in command.params for name in (*one.opts, *one.secondary_opts)} | {"--help"}
     found = [
         f"no option {word}" for word in words[1:] if word.startswith("-") and word.partition("=")[0] not in options

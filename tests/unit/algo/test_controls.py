@@ -15,8 +15,8 @@ from pipelinerl_core.config.load import stored_config
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.telemetry.metrics import step_metrics
-from pipelinerl_core.testing.rollout_rows import build_rollout
 from pipelinerl_core.types import FinishReason
+from tests.rollout_rows import build_rollout
 
 # Three rollouts of two tokens each. Ratios (1/4, 1), (1/4, 1) and (4, 1): mean log ratios -log 2, -log 2 and log 2.
 TRAINER = [0.1, 0.5, 0.1, 0.5, 0.8, 0.5]

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from benchmarks.learner_memory import chunked, measure_way
+from benchmarks.learner_memory import plain as plain_way
 from pipelinerl_core.algo import logprobs as logprobs_module
 from pipelinerl_core.algo.logprobs import token_logprobs
-from pipelinerl_core.bench.learner_memory import chunked, measure_way
-from pipelinerl_core.bench.learner_memory import plain as plain_way
 
 N, C, V = 13, 8, 21
 

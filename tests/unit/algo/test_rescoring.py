@@ -18,8 +18,8 @@ from pipelinerl_core.algo.rescoring import (
     num_fresh_tokens,
     owners,
 )
-from pipelinerl_core.testing.rollout_rows import build_rollout
 from pipelinerl_core.types import Origin, WeightSpan
+from tests.rollout_rows import build_rollout
 
 NUM_TOKENS = 26
 """In one comparison, as in the quickstart."""

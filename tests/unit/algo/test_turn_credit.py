@@ -23,10 +23,10 @@ from pipelinerl_core.data.codec import (
 )
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.roles.hub.recovery import summarize
-from pipelinerl_core.testing.rollout_rows import build_rollout
 from pipelinerl_core.training.policy import PolicyOutput, pack_loss
 from pipelinerl_core.types import TurnSpan
 from tests.builders import group_named
+from tests.rollout_rows import build_rollout
 from tests.unit.training.learner_case import config, learner_of, tiny_model
 
 TURN = ReinforceLoss(advantage="turn")

@@ -12,8 +12,8 @@ from pipelinerl_core.config import build_config
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.config.sections import RunConfig, ScheduleConfig
 from pipelinerl_core.data.codec import decode_batch, decode_rollouts, encode_batch, encode_rollouts
-from pipelinerl_core.testing.rollout_rows import build_rollout
 from pipelinerl_core.types import TrainingRow, TurnSpan, WeightSpan
+from tests.rollout_rows import build_rollout
 
 
 def rollout(group_id, index, *, reward=0.0, num_tokens=4, spans=None, **changes):

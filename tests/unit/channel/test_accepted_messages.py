@@ -56,11 +56,11 @@ from pipelinerl_core.run.records import HUB_KEY, REPORT_JSON_KEY, WEIGHTS_TABLE_
 from pipelinerl_core.telemetry.metrics import step_metrics
 from pipelinerl_core.telemetry.mlflow import MlflowTracker
 from pipelinerl_core.telemetry.role_metrics import run_exposition
-from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.testing.rollout_rows import build_group
 from pipelinerl_core.types import NO_STEP
 from pipelinerl_core.weights.files import entry_of
 from tests.builders import put_epoch, put_run, sync_message
+from tests.fakes import MemoryStore
+from tests.rollout_rows import build_group
 
 CONFIG = build_config(
     {

@@ -32,9 +32,9 @@ from pipelinerl_core.messages import (
     Sealed,
     encode,
 )
-from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.types import TurnSpan
 from tests.builders import sync_message
+from tests.rollout_rows import build_group, group_ref
 
 FAST = settings(
     deadline=None,

@@ -25,7 +25,7 @@ from pipelinerl_core.data.codec import decode_rollouts, encode_rollouts
 from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.errors import StaleLease
 from pipelinerl_core.messages import ANSWER, Ack, Group, Introduction, RowsBundle, RowsHeader, encode
-from pipelinerl_core.testing.rollout_rows import build_group, group_ref
+from tests.rollout_rows import build_group, group_ref
 
 
 def answers(*sizes: int):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from benchmarks.learning_claims import best_conventional, claim_lines, claims
 from pipelinerl_core.comparison import table
 from pipelinerl_core.comparison.analysis import (
     ComparedRun,
@@ -20,10 +21,9 @@ from pipelinerl_core.comparison.analysis import (
     step_costs,
 )
 from pipelinerl_core.comparison.figure import figure
-from pipelinerl_core.comparison.learning_claims import best_conventional, claim_lines, claims
 from pipelinerl_core.comparison.page import page
 from pipelinerl_core.run.records import ActorSample
-from pipelinerl_core.testing.synthetic_run import START, make_commit
+from tests.synthetic_run import START, make_commit
 
 
 def commits_at(*seconds, epochs=()):

@@ -14,8 +14,8 @@ from pipelinerl_core.report.markdown import replace_section
 from pipelinerl_core.run.locate import create_run, run_url
 from pipelinerl_core.run.records import REPORT_JSON_KEY, EvalRecord, commit_key, eval_key
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.testing.synthetic_run import make_commit, put_record
 from tests.builders import ManualClock
+from tests.synthetic_run import make_commit, put_record
 
 ARMS = (Arm("keep", ("engine.kv=keep",)), Arm("drain", ("engine.kv=drain",)))
 

@@ -3,7 +3,7 @@
 import pytest
 
 from pipelinerl_core.config import load_config
-from pipelinerl_core.config.arm import Arm, distinct, parse_arm, read_arms, shipped_arms
+from pipelinerl_core.config.arm import Arm, distinct, parse_arm, read_arms
 from pipelinerl_core.errors import ConfigError
 
 
@@ -50,13 +50,3 @@ def test_a_comparison_needs_two_arms_of_different_names():
         distinct([one])
     with pytest.raises(ConfigError, match="two arms are named one"):
         distinct([one, Arm("one", ("seed=1",))])
-
-
-def test_every_shipped_arm_is_a_valid_configuration_with_every_suite():
-    suites = {arm.name: arm.overrides for arm in shipped_arms("suites")}
-    assert suites.keys() == {"emulated", "own-cores", "shared", "off-policy", "short"}
-    for arm in shipped_arms("learning"):
-        for name in ("emulated", "own-cores", "shared"):
-            assert load_config("quickstart", [*suites[name], *suites["short"], *arm.overrides]).schedule.max_lag == 8
-    for arm in shipped_arms("controls"):
-        assert load_config("quickstart", [*suites["off-policy"], *arm.overrides]).schedule.max_lag == 16

@@ -14,8 +14,8 @@ from pipelinerl_core.report.advice import Evidence, advice
 from pipelinerl_core.run.context import note_resume, open_run
 from pipelinerl_core.run.records import RESUME_KEY, ResumeRecord
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.testing.synthetic_run import put_record
 from tests.builders import put_run
+from tests.synthetic_run import put_record
 
 ROOT = Path(__file__).parents[3]
 

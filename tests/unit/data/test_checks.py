@@ -16,9 +16,9 @@ from pipelinerl_core.data.codec import encode_rollouts, origins_in
 from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.errors import SchemaMismatch
 from pipelinerl_core.roles.hub.recovery import summarize
-from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.types import FinishReason, GroupRef, Origin, Outcome, TurnSpan, WeightSpan
 from tests.builders import group_named
+from tests.rollout_rows import build_group, group_ref
 from tests.unit.data.rollout_case import ORIGINS, TURNS, by_hand
 
 MAX_TOKENS = 64

@@ -18,10 +18,10 @@ from pipelinerl_core.data.schema import conform
 from pipelinerl_core.errors import ConfigError, SchemaMismatch, StoreError
 from pipelinerl_core.messages import Register, Request
 from pipelinerl_core.storage.keys import check_key
-from pipelinerl_core.testing.rollout_rows import build_group
 from pipelinerl_core.types import WeightManifest
 from tests.builders import partial_row as row
 from tests.builders import sync_message
+from tests.rollout_rows import build_group
 
 FAST = settings(deadline=None, max_examples=150, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 SEGMENT = to_segment([encode_rollouts("run", build_group(0, group_id=1, size=2))])

@@ -14,11 +14,11 @@ from pipelinerl_core.report.facts import collect
 from pipelinerl_core.run import compaction
 from pipelinerl_core.run.compacted import StepRange
 from pipelinerl_core.run.records import batch_key, retired_key, rollout_key
-from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.testing.rollout_rows import build_rollout
-from pipelinerl_core.testing.synthetic_run import put_batch, training_row
 from tests.builders import put_commit, put_epoch, put_run, small_config
 from tests.counting_store import CountingStore
+from tests.fakes import MemoryStore
+from tests.rollout_rows import build_rollout
+from tests.synthetic_run import put_batch, training_row
 
 STEPS, EPOCH, ACTOR_EPOCH = 20, 2, 1
 COMPACTED = [StepRange(0, 7, EPOCH), StepRange(8, 15, EPOCH)]

@@ -18,7 +18,6 @@ from pipelinerl_core.data.partials import PartialLog, PartialReader, decode_part
 from pipelinerl_core.errors import SchemaMismatch, StoreError
 from pipelinerl_core.rollouts.progress import Progress
 from pipelinerl_core.run.records import partial_key
-from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.types import (
     Chunk,
     Completion,
@@ -30,6 +29,7 @@ from pipelinerl_core.types import (
     WeightSpan,
 )
 from tests.builders import partial_row as row
+from tests.fakes import MemoryStore
 from tests.unit.data.rollout_case import COMPONENTS
 
 

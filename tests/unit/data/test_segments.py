@@ -6,8 +6,8 @@ from pipelinerl_core.data.codec import decode_rollouts, encode_rollouts, from_se
 from pipelinerl_core.data.segments import SegmentName, SegmentReader, SegmentWriter, parse_rollout_key
 from pipelinerl_core.errors import MissingObject, SchemaMismatch, StoreError
 from pipelinerl_core.storage.local import FileStore
-from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from tests.builders import ManualClock
+from tests.rollout_rows import build_group, group_ref
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from pipelinerl_core.config import RunConfig, build_config
 from pipelinerl_core.emulation import accelerators as emulation
 from pipelinerl_core.emulation.accelerators import EmulatedClock, EmulatedLearner, EmulatedSpeeds
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
-from pipelinerl_core.testing.models import tiny_model
 from tests.builders import completion_of, engine_request
+from tests.models import tiny_model
 
 
 def config(kind="pipeline", actors=1, accelerators=6, generators=2, **changes):

@@ -7,7 +7,7 @@ from pipelinerl_core.emulation.report_lines import emulation
 from pipelinerl_core.report.document import build_report
 from pipelinerl_core.report.html import render_report
 from pipelinerl_core.run.records import RUN_KEY, ActorSample, RunRecord
-from pipelinerl_core.testing.synthetic_run import START, Shape, make_commit, put_record, write_run
+from tests.synthetic_run import START, Shape, make_commit, put_record, write_run
 
 
 def settings(kind="pipeline"):

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from pipelinerl_core.engine.embedded import load as embedded
 from pipelinerl_core.engine.vllm import load as vllm
-from pipelinerl_core.testing.models import tiny_model
+from tests.models import tiny_model
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.flows.cli import bench_learning
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.locate import create_run, locate_run, new_run_id, remember_latest, run_url
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.testing.synthetic_run import Shape, write_run
+from tests.synthetic_run import Shape, write_run
 
 ROOT = Path(__file__).parents[3]
 
@@ -101,13 +100,6 @@ def test_report_writes_the_report_anew(tmp_path):
     assert (tmp_path / "synthetic" / "report.html").stat().st_size > 10_000
 
 
-def test_bench_without_a_benchmark_of_that_name_is_refused():
-    assert (
-        "no such benchmark; there are: adapters, demo, engine, gpu, learner, learning, predictions, sandbox, stream, "
-        "trainer, vllm" in refused("bench", "engines")
-    )
-
-
 TWO_ARMS = ("--arm", "keep: engine.kv=keep", "--arm", "drain: engine.kv=drain")
 
 
@@ -118,16 +110,6 @@ def test_compare_refuses_bad_input_with_one_line():
     assert "--seeds a" in refused("compare", *TWO_ARMS, "--seeds", "a")
     assert "at least two learning rates" in refused("compare", *TWO_ARMS, "--rates", "1e-4")
     assert "at least two arms" in refused("compare", "--rates", "1e-4,2e-4"), "before the search"
-
-
-def test_bench_learning_names_its_arms_when_one_is_unknown():
-    assert "no such arm; there are pipeline" in refused("bench", "learning", "--arms", "pipelin")
-    chosen = ("--suite", "off-policy", "--arms", "pipeline")
-    assert "no such arm; there are off, ess-scaling" in refused("bench", "learning", *chosen)
-
-
-def test_bench_learning_finds_the_page_that_it_updates():
-    assert bench_learning.RESULTS_PAGE.is_file()
 
 
 def test_simulate_paper_is_one_document_with_the_published_figures_beside_it():
@@ -162,7 +144,7 @@ def test_no_help_imports_anything_heavy():
         "import sys\nfrom typer.main import get_command\nfrom typer.testing import CliRunner\n"
         "import pipelinerl.flows.cli\n"
         "names = list(get_command(pipelinerl.flows.cli.app).commands)\n"
-        "assert {'train', 'simulate', 'bench'} <= set(names)\n"
+        "assert {'train', 'simulate', 'compare'} <= set(names)\n"
         "for arguments in (['--help'], *([name, '--help'] for name in names)):\n"
         "    assert CliRunner().invoke(pipelinerl.flows.cli.app, arguments).exit_code == 0, arguments\n"
         "heavy = ('prefect', 'mlflow', 'torch', 'pyarrow', 'transformers', 'psutil', 'numpy')\n"

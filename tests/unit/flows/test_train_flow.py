@@ -22,8 +22,8 @@ from pipelinerl_core.run.records import eval_key
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision import supervise
 from pipelinerl_core.supervision.supervise import RoleFailed
-from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.testing.synthetic_run import Shape, write_run
+from tests.fakes import MemoryStore
+from tests.synthetic_run import Shape, write_run
 
 
 class RunRoles:

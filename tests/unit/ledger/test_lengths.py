@@ -16,9 +16,9 @@ from pipelinerl_core.messages import FateRecord
 from pipelinerl_core.roles.hub.recovery import summarize
 from pipelinerl_core.run.records import Commit
 from pipelinerl_core.telemetry.length_bias import length_bias
-from pipelinerl_core.testing.synthetic_run import make_rollout
 from pipelinerl_core.types import LengthTotals
 from tests.builders import commit_record, group_named, small_config, sync_message
+from tests.synthetic_run import make_rollout
 
 REF = group_named(0, num_rollouts=3, num_tokens=18)
 VERSION_0 = LengthTotals(num_tokens=7, first_third=1 + 2, last_third=1, length_sum=3 * 3 + 4 * 6)

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from pipelinerl_core.config import RunConfig, build_config
-from pipelinerl_core.testing.scripted_run import Script, ScriptedRun
+from tests.scripted_run import Script, ScriptedRun
 
 ACTORS = ("a", "b", "c")
 LEASE_SECONDS = 12

@@ -9,7 +9,7 @@ from collections import Counter
 from pipelinerl_core.config import RunConfig, build_config
 from pipelinerl_core.ledger import Ledger
 from pipelinerl_core.ledger.schedules import GroupCounts, Pipeline, Schedule
-from pipelinerl_core.testing.scripted_run import Script, ScriptedRun
+from tests.scripted_run import Script, ScriptedRun
 
 STEPS, NUM, MAX_LAG = 2000, 4, 3
 CONFIG = build_config(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from pipelinerl_core.config import RunConfig, build_config
-from pipelinerl_core.testing.scripted_run import Script, ScriptedRun
+from tests.scripted_run import Script, ScriptedRun
 
 
 def config(*, slots: int, steps: int, seed: int = 0, **schedule: object) -> RunConfig:

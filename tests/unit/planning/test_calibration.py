@@ -1,7 +1,6 @@
 """Calibration: a run that is simulated and recorded is predicted again; recorded runs of the repository are read."""
 
 import json
-import math
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -177,7 +176,7 @@ def test_slots_that_stay_empty_beside_work_are_measured_if_the_engine_always_has
     commits = [SimpleNamespace(actors={"actor-0/1": sampled(1000 * step, paced_seconds=0.0)}) for step in range(3)]
     for step, commit in enumerate(commits):
         commit.actors["actor-0/1"].running_seconds = 1000 * step * run.seconds_per_token
-    speeds, usable = calibration._corrected(config, slow_trainer, work, commits, seen, math.inf)
+    speeds, usable = calibration._corrected(config, slow_trainer, work, commits, seen)
     assert usable == pytest.approx(run.busy_slots if pace else 1.0)
     if pace:
         assert speeds.decode.at(29) == pytest.approx(slow_trainer.decode.at(29), rel=0.1)

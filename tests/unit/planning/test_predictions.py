@@ -1,7 +1,6 @@
 """Predictions without a recorded run: roofline, cached calibrations, sweeps, lengths, GPUs, the own prediction."""
 
 import json
-import tarfile
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -9,18 +8,18 @@ from pathlib import Path
 import pytest
 
 from pipelinerl_core.config import build_config, load_config
-from pipelinerl_core.config.load import override_config, stored_config
+from pipelinerl_core.config.load import override_config
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.planning import cache, own_run
+from pipelinerl_core.planning import cache
 from pipelinerl_core.planning.calibration import Calibration
 from pipelinerl_core.planning.lengths import Lengths
+from pipelinerl_core.planning.own_run import write_prediction
 from pipelinerl_core.planning.prediction import inputs, predict
 from pipelinerl_core.planning.roofline import Table
 from pipelinerl_core.planning.simulator import Work
 from pipelinerl_core.planning.speeds import Line, MeasuredSpeeds
 from pipelinerl_core.planning.sweep import best_of, parse_sweep, sweep, sweep_document, sweep_figure, sweep_lines
 from pipelinerl_core.planning.what_if import Changed, document, lines, on_gpus, parse_speeds, read_lengths, source_of
-from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.records import PREDICTION_KEY, PredictionRecord
 from pipelinerl_core.storage.object_store import open_store
 
@@ -241,47 +240,16 @@ def test_longer_completions_are_cut_at_the_limit():
         twice.scaled(0, 50)
 
 
-# ---- the prediction of a run under way -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def recorded(tmp_path):
-    with tarfile.open(RUNS / "embedded.tar.xz") as file:
-        file.extractall(tmp_path, filter="data")
-    store = open_store(str(tmp_path / "run"))
-    follower = RunFollower(store)
-    follower.refresh()
-    return store, follower, stored_config(follower.run.config)
-
-
-def test_a_run_is_predicted_once_from_its_first_steps(recorded, monkeypatch):
-    store, follower, config = recorded
-    newest = max(follower.commits)
-    monkeypatch.setattr(own_run, "FIRST_STEPS", newest)
-    prediction = own_run.OwnPrediction(store, follower.run, config)
-    prediction.look(follower.commits, newest - 1)
-    assert not store.exists(PREDICTION_KEY), "too early"
-    prediction.look(follower.commits, newest)
-    prediction.join(60)
-    record = PredictionRecord.model_validate_json(store.get(PREDICTION_KEY))
-    assert record.source == f"first {newest} steps of the run"
-    assert record.steps_per_second > 0
-    assert 0 <= record.mean_lag <= config.schedule.max_lag
-
-
-def test_a_calibration_of_the_machine_comes_before_the_first_steps(recorded):
-    store, follower, _ = recorded
-    cache.store_calibration(MEASURED)
-    record = own_run.own_prediction(store, follower.run, MEASURED.config, [])
-    assert record.source == "calibration of this machine"
-
-
-def test_a_failed_prediction_is_logged_and_has_no_other_effect(recorded, monkeypatch, caplog):
-    store, follower, config = recorded
-    monkeypatch.setattr(own_run, "FIRST_STEPS", 1)
-    caplog.set_level("INFO")
-    prediction = own_run.OwnPrediction(store, follower.run, config)
-    prediction.look(follower.commits, 1)
-    prediction.join(60)
+def test_a_run_is_predicted_once_and_only_on_a_calibrated_machine(tmp_path):
+    store = open_store(str(tmp_path))
+    write_prediction(store, MEASURED.config)
     assert not store.exists(PREDICTION_KEY)
-    assert "the run has no prediction" in caplog.text
+    cache.store_calibration(MEASURED)
+    write_prediction(store, MEASURED.config)
+    record = PredictionRecord.model_validate_json(store.get(PREDICTION_KEY))
+    assert record.source.startswith("calibration of ")
+    assert record.steps_per_second == pytest.approx(predict(MEASURED, MEASURED.config).steps_per_second, rel=0.3)
+    assert 0 <= record.mean_lag <= MEASURED.config.schedule.max_lag
+    stored = store.get(PREDICTION_KEY)
+    write_prediction(store, MEASURED.config)
+    assert store.get(PREDICTION_KEY) == stored

@@ -241,12 +241,6 @@ def test_a_sequence_that_cannot_fit_the_cache_is_refused():
         Work(lengths=ONE_LENGTH, prompt_tokens=10, cache_tokens=13)
 
 
-def test_a_simulation_that_takes_too_long_is_given_up():
-    config = planned()
-    with pytest.raises(ConfigError, match="the simulation took too long, 0 steps were simulated"):
-        simulate(config, EmulatedSpeeds.of(config), Work(lengths=LENGTHS), until=0.0)
-
-
 @pytest.mark.parametrize("kind", ["pipeline", "april"])
 def test_scoring_delays_groups_and_loses_none(kind):
     """The leases of groups that are being scored stay with their actor."""

@@ -19,7 +19,8 @@ from pipelinerl_core.run.records import (
     commit_key,
     eval_key,
 )
-from pipelinerl_core.testing.synthetic_run import (
+from tests.builders import put_epoch, run_record
+from tests.synthetic_run import (
     TRAINER_EPOCH,
     Shape,
     make_commit,
@@ -29,7 +30,6 @@ from pipelinerl_core.testing.synthetic_run import (
     training_row,
     write_run,
 )
-from tests.builders import put_epoch, run_record
 
 REQUIRED = {
     "run_id",

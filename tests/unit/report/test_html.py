@@ -25,8 +25,10 @@ from pipelinerl_core.run.records import (
     commit_key,
     eval_key,
 )
-from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.testing.synthetic_run import (
+from pipelinerl_core.types import TurnSpan
+from tests.builders import run_record
+from tests.fakes import MemoryStore
+from tests.synthetic_run import (
     Shape,
     decode,
     make_commit,
@@ -36,8 +38,6 @@ from pipelinerl_core.testing.synthetic_run import (
     training_row,
     write_run,
 )
-from pipelinerl_core.types import TurnSpan
-from tests.builders import run_record
 
 _VOID = {"meta", "br", "link"}
 

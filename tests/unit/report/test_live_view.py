@@ -13,9 +13,9 @@ from pipelinerl_core.report.document import build_report
 from pipelinerl_core.report.live_view import LiveView, format_status, run_status, sparkline, status_line, status_of
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.records import HUB_KEY
-from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.testing.synthetic_run import START, Shape, put_record, write_run
 from tests.builders import hub_record
+from tests.fakes import MemoryStore
+from tests.synthetic_run import START, Shape, put_record, write_run
 
 LIVE = {
     "newest_version": 4,

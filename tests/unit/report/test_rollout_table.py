@@ -5,8 +5,8 @@ import json
 from pipelinerl_core.report.rollout_table import COLUMNS, MAX_STEPS, ROWS_PER_STEP, RolloutTable
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.testing.synthetic_run import Shape, write_run
+from tests.fakes import MemoryStore
+from tests.synthetic_run import Shape, write_run
 
 
 def run_of(steps):

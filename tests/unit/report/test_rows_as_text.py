@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.testing.synthetic_run import Shape, write_run
+from tests.synthetic_run import Shape, write_run
 
 PAGE = Path(__file__).parents[3] / "docs" / "storage.md"
 

@@ -5,8 +5,8 @@ import pytest
 from pipelinerl_core.report.run_list import list_runs, run_names, run_table
 from pipelinerl_core.run.records import RUN_KEY
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.testing.synthetic_run import Shape, write_run
 from tests.counting_store import CountingStore
+from tests.synthetic_run import Shape, write_run
 
 
 @pytest.fixture

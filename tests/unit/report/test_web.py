@@ -23,8 +23,8 @@ from pipelinerl_core.run.records import RUN_KEY
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.telemetry.metrics import METRICS
 from pipelinerl_core.telemetry.role_metrics import run_exposition
-from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.testing.synthetic_run import Shape, write_run
+from tests.fakes import MemoryStore
+from tests.synthetic_run import Shape, write_run
 
 
 class Run:

@@ -19,8 +19,6 @@ from pipelinerl_core.messages import Lease
 from pipelinerl_core.rollouts.episode import Episode, EpisodePlayer
 from pipelinerl_core.rollouts.progress import Progress
 from pipelinerl_core.rollouts.runner import ErrorBudget, GroupRunner, rollout_seed
-from pipelinerl_core.testing.models import reference_logprobs, tiny_model, weights_of
-from pipelinerl_core.testing.rollout_rows import group_ref
 from pipelinerl_core.types import (
     FinishReason,
     Outcome,
@@ -33,6 +31,8 @@ from pipelinerl_core.types import (
     Transcript,
     TurnSpan,
 )
+from tests.models import reference_logprobs, tiny_model, weights_of
+from tests.rollout_rows import group_ref
 
 END = 9
 """The end token of turns."""

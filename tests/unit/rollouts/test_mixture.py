@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 from pipelinerl_core.rollouts.mixture import ErrorBudgets, MixtureRunner
 from pipelinerl_core.rollouts.runner import ErrorBudget
-from pipelinerl_core.testing.rollout_rows import build_group
 from pipelinerl_core.types import Outcome
+from tests.rollout_rows import build_group
 
 
 class Runner:

@@ -12,7 +12,6 @@ from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.errors import RewardError
 from pipelinerl_core.messages import Lease
 from pipelinerl_core.rollouts.runner import GroupRunner, TextCodec
-from pipelinerl_core.testing.models import tiny_model
 from pipelinerl_core.types import (
     FinishReason,
     Origin,
@@ -23,6 +22,7 @@ from pipelinerl_core.types import (
     Score,
     WeightSpan,
 )
+from tests.models import tiny_model
 
 PROMPT = Prompt(prompt_id="p", source="sums", env="sums", text="1+2=")
 CONFIG = load_config("quickstart", ["rollouts.group_size=3", "rollouts.max_tokens=24"])

@@ -20,10 +20,10 @@ from pipelinerl_core.run.compaction import FILE_STEPS, MARGIN_STEPS, compact_com
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.history import counted_commit_keys, is_complete, read_commit, take_epoch
 from pipelinerl_core.run.records import COMMITS_PREFIX, CheckpointRef, Commit, commit_key, rollout_key
-from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.testing.rollout_rows import build_group
 from tests.builders import commit_record, put_commit, put_epoch, put_run, small_config, weight_manifest
 from tests.counting_store import CountingStore
+from tests.fakes import MemoryStore
+from tests.rollout_rows import build_group
 
 STEPS = 400
 TAKEOVER = 150

@@ -7,7 +7,7 @@ import pytest
 from pipelinerl_core.errors import StoreError
 from pipelinerl_core.run import drain
 from pipelinerl_core.run.drain import ask_to_drain, stop_when_drained
-from pipelinerl_core.testing.fakes import MemoryStore
+from tests.fakes import MemoryStore
 
 
 @pytest.mark.parametrize("error", [StoreError("503"), PermissionError("a key has expired"), KeyError("Body")])

@@ -20,9 +20,9 @@ from pipelinerl_core.run.records import (
     eval_key,
 )
 from pipelinerl_core.telemetry.metrics import METRICS
-from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.testing.synthetic_run import Shape, make_commit, put_record, write_run
 from pipelinerl_core.types import NO_STEP, LoggedStep
+from tests.fakes import MemoryStore
+from tests.synthetic_run import Shape, make_commit, put_record, write_run
 
 
 class Recorder:

@@ -13,9 +13,9 @@ import pytest
 from pipelinerl_core.run import locate
 from pipelinerl_core.run.records import HUB_KEY
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.testing.synthetic_run import Shape, put_record, write_run
 from tests.builders import hub_record, put_epoch
+from tests.fakes import MemoryStore
+from tests.synthetic_run import Shape, put_record, write_run
 
 
 @pytest.fixture

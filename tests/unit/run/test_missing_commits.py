@@ -15,10 +15,10 @@ from pipelinerl_core.run.history import (
     take_over,
 )
 from pipelinerl_core.run.records import HUB_KEY, commit_key, epoch_key
-from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.tools.audit import Audit, lines
 from pipelinerl_core.tools.gc import collect
 from tests.builders import hub_record, put_commit, put_epoch, small_config
+from tests.fakes import MemoryStore
 
 STEPS = 22
 

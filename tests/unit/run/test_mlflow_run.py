@@ -24,7 +24,7 @@ from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision import checks
 from pipelinerl_core.telemetry import mlflow as tracking
 from pipelinerl_core.telemetry.mlflow import LOGGED_TAG, LOST_TAG, RUN_TAG
-from pipelinerl_core.testing.synthetic_run import Shape, write_run
+from tests.synthetic_run import Shape, write_run
 from tests.waiting import wait_for
 
 NUM_KEYS = 80

@@ -40,9 +40,9 @@ from pipelinerl_core.run.records import (
 )
 from pipelinerl_core.run.start_count import count_start
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.testing.synthetic_run import make_commit, put_record
 from pipelinerl_core.training.checkpoint import load_checkpoint
 from tests.builders import epoch_record, hub_record, run_record
+from tests.synthetic_run import make_commit, put_record
 
 HUB = hub_record(beat=1.0)
 ROLE = RoleRecord(run_id="r", role="actor", name="a", host="h", pid=1, url="http://h:1", started_at=1.0, beat=1.0)
@@ -70,9 +70,7 @@ RECORDS = {
     rendezvous_key(1): (MEETING, "size", newest_rendezvous),
     RESUME_KEY: (ResumeRecord(overrides=(), at=1.0), "at", resume_overrides),
     PREDICTION_KEY: (
-        PredictionRecord(
-            source="s", steps_per_second=1.0, mean_lag=0.0, trainer_idle=0.0, busy_slots=1.0, bottleneck="training"
-        ),
+        PredictionRecord(source="s", steps_per_second=1.0, mean_lag=0.0),
         "mean_lag",
         lambda store: read_record(store, PREDICTION_KEY, PredictionRecord),
     ),

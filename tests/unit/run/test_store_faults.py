@@ -36,15 +36,15 @@ from pipelinerl_core.run.locate import find_run
 from pipelinerl_core.run.records import HUB_KEY, CheckpointRef, batch_key, rollout_key
 from pipelinerl_core.storage.local import FileStore
 from pipelinerl_core.storage.s3 import S3Store
-from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.testing.rollout_rows import build_rollout
-from pipelinerl_core.testing.synthetic_run import put_batch, training_row
 from pipelinerl_core.tools.audit import Audit
 from pipelinerl_core.tools.gc import collect
 from pipelinerl_core.training.checkpoint import load_checkpoint, save_checkpoint
 from pipelinerl_core.weights.publish import WeightPublisher
 from tests.builders import hub_record, put_commit, put_epoch, put_run
 from tests.fake_s3 import OUTAGES, Answer, serving
+from tests.fakes import MemoryStore
+from tests.rollout_rows import build_rollout
+from tests.synthetic_run import put_batch, training_row
 
 pytestmark = pytest.mark.slow
 

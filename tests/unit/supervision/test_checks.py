@@ -24,7 +24,7 @@ from pipelinerl_core.run.locate import refuse_if_live, root_url
 from pipelinerl_core.run.records import HUB_KEY, EvalRecord, HubRecord
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision import checks
-from pipelinerl_core.testing.synthetic_run import put_record
+from tests.synthetic_run import put_record
 
 
 def config(*overrides: str):

@@ -21,7 +21,7 @@ from pipelinerl_core.supervision import role_logs
 from pipelinerl_core.supervision.role_logs import RoleLog, digest_rows, follow, log_files, tail
 from pipelinerl_core.supervision.supervise import RoleFailed, supervise_role
 from pipelinerl_core.telemetry.log_lines import RoleFormatter, level_of
-from pipelinerl_core.testing.synthetic_run import Shape, write_run
+from tests.synthetic_run import Shape, write_run
 
 SECRET = "S3cretTokenOfTheRun"
 

@@ -11,7 +11,7 @@ from pipelinerl.tasks import automations
 from pipelinerl.tasks.automations import OUTAGE_MESSAGE, RESUME_MESSAGE
 from pipelinerl.tasks.drain_request import clear_earlier_drain_request
 from pipelinerl_core.run.drain import ask_to_drain, wants_drain
-from pipelinerl_core.testing.fakes import MemoryStore
+from tests.fakes import MemoryStore
 
 FIRST = [Scheduled(), Pending(), Running()]
 RESUMED = [Crashed(message="no heartbeat"), AwaitingRetry(message=RESUME_MESSAGE), Pending(), Running()]

@@ -16,7 +16,7 @@ from pipelinerl.tasks.automations import wanted_automations
 from pipelinerl_core.errors import DeadlineExceeded, StoreError, StoreUnavailable
 from pipelinerl_core.run.jobs import Job
 from pipelinerl_core.supervision.supervise import RoleFailed
-from pipelinerl_core.testing.fakes import MemoryStore
+from tests.fakes import MemoryStore
 
 
 class Store(MemoryStore):

@@ -27,9 +27,9 @@ from pipelinerl_core.run.records import EpochRecord, eval_key
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision import run_roles
 from pipelinerl_core.supervision.supervise import STABLE_SECONDS, RoleFailed
-from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.testing.synthetic_run import Shape, write_run
 from tests.builders import epoch_record
+from tests.fakes import MemoryStore
+from tests.synthetic_run import Shape, write_run
 
 
 class Server:

@@ -12,8 +12,8 @@ from pipelinerl.tasks import pooled
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import StoreUnavailable
 from pipelinerl_core.run.context import RunContext
-from pipelinerl_core.testing.fakes import MemoryStore
 from tests.builders import run_record
+from tests.fakes import MemoryStore
 
 DEADLINE_LOOKS = 100
 

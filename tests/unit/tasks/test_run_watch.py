@@ -13,7 +13,7 @@ from pipelinerl_core.errors import DeadlineExceeded, StoreError
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.records import RoleRecord, role_key
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.testing.synthetic_run import Shape, put_record, write_run
+from tests.synthetic_run import Shape, put_record, write_run
 
 STEP_SECONDS = STALL_SECONDS / 3
 

@@ -8,8 +8,8 @@ import pytest
 from pipelinerl_core.run.follow import RunFollower, commit_metrics
 from pipelinerl_core.telemetry.length_bias import length_bias, length_line, length_metrics, length_report
 from pipelinerl_core.telemetry.metrics import METRICS
-from pipelinerl_core.testing.synthetic_run import Shape, write_run
 from pipelinerl_core.types import LengthTotals
+from tests.synthetic_run import Shape, write_run
 
 
 def tokens(num: int, length: int, first: int = 0, last: int = 0) -> LengthTotals:

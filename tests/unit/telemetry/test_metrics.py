@@ -14,7 +14,8 @@ from pipelinerl_core.run.records import commit_key
 from pipelinerl_core.telemetry import measures
 from pipelinerl_core.telemetry.metrics import METRICS, Metric, as_markdown, short_key, step_metrics
 from pipelinerl_core.telemetry.role_metrics import run_exposition
-from pipelinerl_core.testing.synthetic_run import (
+from pipelinerl_core.types import NO_STEP, RewardComponent, TurnSpan, WeightSpan
+from tests.synthetic_run import (
     Shape,
     make_commit,
     make_rollout,
@@ -22,7 +23,6 @@ from pipelinerl_core.testing.synthetic_run import (
     training_row,
     write_run,
 )
-from pipelinerl_core.types import NO_STEP, RewardComponent, TurnSpan, WeightSpan
 
 LEARNED = {
     "importance/ess": 0.9,

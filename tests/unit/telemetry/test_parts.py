@@ -7,8 +7,8 @@ import pytest
 from pipelinerl_core.config.interleave import Interleave
 from pipelinerl_core.messages import FateRecord
 from pipelinerl_core.telemetry.parts import MIN_GROUPS, PartMetrics, parts_of, untrained_parts
-from pipelinerl_core.testing.rollout_rows import build_group
 from pipelinerl_core.types import Outcome, RewardComponent
+from tests.rollout_rows import build_group
 
 WEIGHTS = {"math": 2.0, "guess": 1.0}  # math math guess, math math guess, ...
 CONFIG = {"mixture": {name: {"weight": weight} for name, weight in WEIGHTS.items()}}

@@ -9,13 +9,13 @@ from pipelinerl_core.config import build_config
 from pipelinerl_core.data.codec import encode_batch, encode_rollouts, to_segment
 from pipelinerl_core.messages import FateRecord
 from pipelinerl_core.run.records import CheckpointRef, Commit, batch_key, commit_key, rollout_key
-from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.testing.rollout_rows import build_rollout
-from pipelinerl_core.testing.synthetic_run import put_record
 from pipelinerl_core.training.checkpoint import save_checkpoint
 from pipelinerl_core.types import FileEntry, TrainingRow
 from pipelinerl_core.weights.publish import WeightPublisher
 from tests.builders import put_commit, put_epoch
+from tests.fakes import MemoryStore
+from tests.rollout_rows import build_rollout
+from tests.synthetic_run import put_record
 
 CONFIG = build_config({"schedule": {"max_lag": 1}, "engine": {"concurrency": 8}})
 STEPS, EPOCH = 3, 2

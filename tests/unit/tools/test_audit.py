@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from pipelinerl_core.run.records import batch_key, commit_key, epoch_key, rollout_key
-from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.tools.audit import Audit, lines
 from pipelinerl_core.types import TurnSpan, WeightSpan
 from tests.builders import put_epoch
+from tests.fakes import MemoryStore
 from tests.unit.tools.run_case import CONFIG, EPOCH, TOKENS, change, fates, ledger, put_batch, rows_of, stored_run
 
 

@@ -17,12 +17,12 @@ from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.run.history import take_epoch
 from pipelinerl_core.run.records import ADAPTERS_FILE, Commit, RunRecord
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.testing.synthetic_run import put_record
 from pipelinerl_core.tools.export import export
 from pipelinerl_core.weights.base import BaseWeights
 from pipelinerl_core.weights.files import entry_of, serialize
 from pipelinerl_core.weights.publish import WeightPublisher
 from tests.builders import put_commit, put_run
+from tests.synthetic_run import put_record
 
 
 @pytest.fixture

@@ -24,13 +24,13 @@ from pipelinerl_core.run.records import (
 )
 from pipelinerl_core.run.versions import remove_weights, weights_to_remove
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.testing.synthetic_run import Shape, put_record, write_run
 from pipelinerl_core.tools.audit import Audit, lines
 from pipelinerl_core.tools.gc import LIVE_MARGIN, collect, collect_shared_memory
 from pipelinerl_core.training.checkpoint import save_checkpoint
 from pipelinerl_core.weights.publish import WeightPublisher
 from tests.builders import hub_record, partial_row, put_commit, put_epoch
+from tests.fakes import MemoryStore
+from tests.synthetic_run import Shape, put_record, write_run
 from tests.unit.tools.run_case import CONFIG, EPOCH, STEPS, change, commit_of, stored_run
 
 NOTHING = {name: [] for name in ("orphans", "checkpoints", "weights", "partials", "rollouts", "unfinished", "noted")}

@@ -11,9 +11,9 @@ from pipelinerl_core.roles.trainer import retrain
 from pipelinerl_core.roles.trainer.retrain import inexact_steps, replay_steps, restore
 from pipelinerl_core.run.history import take_epoch
 from pipelinerl_core.run.records import CheckpointRef
-from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.training.checkpoint import save_checkpoint
 from tests.builders import put_commit
+from tests.fakes import MemoryStore
 
 EPOCH = 2
 CHECKPOINTS = (0, 2, 4)

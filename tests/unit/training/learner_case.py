@@ -9,9 +9,9 @@ from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.config.sections import RolloutsConfig, RunConfig
 from pipelinerl_core.config.training import LearnerConfig, TrainerConfig
-from pipelinerl_core.testing.rollout_rows import build_rollout
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import prepare_model
+from tests.rollout_rows import build_rollout
 
 TEMPERATURE = 0.8
 

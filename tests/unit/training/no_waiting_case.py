@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher
-from pipelinerl_core.testing.rollout_rows import build_rollout
+from tests.rollout_rows import build_rollout
 
 aten = torch.ops.aten
 # A number of the data for the host, or as many results as the data say.

@@ -17,8 +17,6 @@ from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config import build_config, load_config
 from pipelinerl_core.config.load import resume_config
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.testing.models import tiny_model
-from pipelinerl_core.testing.rollout_rows import build_rollout
 from pipelinerl_core.training import attention, attention_choice
 from pipelinerl_core.training.attention import (
     ATTENTION_FUNCTIONS,
@@ -31,6 +29,8 @@ from pipelinerl_core.training.attention_choice import Heads, choose_attention, m
 from pipelinerl_core.training.block_masks import BLOCK_TOKENS, block_mask, blocks
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import hidden_states, prepare_model
+from tests.models import tiny_model
+from tests.rollout_rows import build_rollout
 from tests.unit.training.no_waiting_case import NoWaiting
 
 # Torch's tracer of the plain form of flex attention looks at it.

@@ -9,7 +9,6 @@ from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.roles.trainer.adopt import _load_committed_weights
-from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.training.checkpoint import load_checkpoint, save_checkpoint
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.lora import (
@@ -20,6 +19,7 @@ from pipelinerl_core.training.lora import (
     trained_parameters,
 )
 from pipelinerl_core.training.model import checkpoint_activations, prepare_model
+from tests.fakes import MemoryStore
 from tests.unit.training.learner_case import config, plain_loss, rows_of, tiny_model
 
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

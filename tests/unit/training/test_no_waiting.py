@@ -11,10 +11,10 @@ from pipelinerl_core.algo.losses import LOSSES
 from pipelinerl_core.algo.packed import moved
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config import build_config
-from pipelinerl_core.testing.models import tiny_model
 from pipelinerl_core.training.attention import PACKED_ATTENTION
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.step_sums import StepSums
+from tests.models import tiny_model
 from tests.unit.training.no_waiting_case import NoWaiting, aten, packs_of
 
 

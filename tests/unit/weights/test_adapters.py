@@ -19,8 +19,6 @@ from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
 from pipelinerl_core.roles.trainer.learners import build_alone
 from pipelinerl_core.roles.trainer.retrain import restore
 from pipelinerl_core.run.records import ADAPTERS_FILE, CheckpointRef, commit_key, holds_adapters
-from pipelinerl_core.testing.models import tiny_model
-from pipelinerl_core.testing.synthetic_run import put_record
 from pipelinerl_core.training.checkpoint import save_checkpoint
 from pipelinerl_core.training.lora import trained_parameters
 from pipelinerl_core.weights.base import BaseWeights
@@ -28,6 +26,8 @@ from pipelinerl_core.weights.files import deserialize, serialize
 from pipelinerl_core.weights.publish import WeightPublisher
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.builders import commit_record, put_epoch
+from tests.models import tiny_model
+from tests.synthetic_run import put_record
 from tests.unit.roles.actor.actor_case import Engine, Link, actor, turns
 from tests.waiting import until
 

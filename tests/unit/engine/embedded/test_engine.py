@@ -15,9 +15,9 @@ from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.engine.embedded.load import load_engine
 from pipelinerl_core.errors import EngineError
 from pipelinerl_core.interfaces import WeightUpdate
-from pipelinerl_core.testing.models import VOCAB_SIZE, reference_logprobs, tiny_model, weights_of
 from tests.builders import completion_of as finish
 from tests.builders import engine_request
+from tests.models import VOCAB_SIZE, reference_logprobs, tiny_model, weights_of
 
 ask = partial(engine_request, max_tokens=20)
 

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from pipelinerl_core.engine.vllm.weights import StagedWeights
 from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import WeightUpdate
-from pipelinerl_core.testing.models import tiny_model
 from pipelinerl_core.weights import staging
 from pipelinerl_core.weights.publish import WeightPublisher
 from pipelinerl_core.weights.subscribe import WeightSubscriber
+from tests.models import tiny_model
 
 
 @pytest.fixture

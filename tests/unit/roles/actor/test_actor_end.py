@@ -13,8 +13,8 @@ from pipelinerl_core.messages import Ack, Refused, SyncReply
 from pipelinerl_core.roles.actor.finished_group import FinishedGroup
 from pipelinerl_core.roles.actor.loop import Actor, ActorParts
 from pipelinerl_core.roles.actor.sealing import Sealer
-from pipelinerl_core.testing.fakes import MemoryStore
 from tests.builders import group_named
+from tests.fakes import MemoryStore
 from tests.unit.roles.actor.actor_case import NO_TOOLS
 from tests.waiting import until
 

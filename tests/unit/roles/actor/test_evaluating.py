@@ -10,7 +10,7 @@ from pipelinerl_core.errors import StoreError
 from pipelinerl_core.roles.actor import evaluating
 from pipelinerl_core.roles.actor.evaluating import ActorEvaluation
 from pipelinerl_core.run.records import eval_key
-from pipelinerl_core.testing.fakes import MemoryStore
+from tests.fakes import MemoryStore
 
 
 class Evaluation:

@@ -9,9 +9,9 @@ import pytest
 from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import StoreError
 from pipelinerl_core.roles.actor.log import GroupLog
-from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.types import PreviousHolder
 from tests.builders import partial_row as row
+from tests.fakes import MemoryStore
 from tests.waiting import until
 
 

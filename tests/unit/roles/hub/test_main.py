@@ -11,8 +11,8 @@ from pipelinerl_core.messages import Register
 from pipelinerl_core.roles.hub import main, service
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.records import HUB_KEY, ActorSample
-from pipelinerl_core.testing.synthetic_run import put_record
 from tests.builders import commit_record, hub_record, run_record, sync_message
+from tests.synthetic_run import put_record
 
 
 def test_a_hub_that_comes_up_while_another_one_reads_the_past_is_not_fenced_by_it(store, monkeypatch):

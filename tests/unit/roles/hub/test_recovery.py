@@ -8,9 +8,9 @@ from pipelinerl_core.roles.hub.recovery import read_stored_state
 from pipelinerl_core.roles.hub.retiring import RetiringThread
 from pipelinerl_core.run.records import retired_key, rollout_key
 from pipelinerl_core.storage.local import FileStore
-from pipelinerl_core.testing.rollout_rows import build_rollout
 from tests.builders import put_commit, put_epoch, weight_manifest
 from tests.counting_store import CountingStore
+from tests.rollout_rows import build_rollout
 
 
 def put_segment(store, actor, epoch, seq, group_id):

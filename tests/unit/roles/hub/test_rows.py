@@ -16,8 +16,8 @@ from pipelinerl_core.roles.hub.rows import GROUP_BYTES, SEALED_SHARE, RowMemory,
 from pipelinerl_core.roles.hub.service import Hub
 from pipelinerl_core.roles.hub.trainer_side import MIN_RUN_BYTES, _runs
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from tests.builders import sync_message, weight_manifest
+from tests.rollout_rows import build_group, group_ref
 
 NUM_TOKENS = 400
 

@@ -39,7 +39,6 @@ from pipelinerl_core.roles.hub.heartbeat import HubRecordBuilder
 from pipelinerl_core.roles.hub.recovery import read_stored_state, summarize
 from pipelinerl_core.roles.hub.service import Hub
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.testing.synthetic_run import make_rollout
 from pipelinerl_core.types import GroupRef, WeightManifest
 from tests.builders import (
     group_named,
@@ -51,6 +50,7 @@ from tests.builders import (
     trained_by,
     weight_manifest,
 )
+from tests.synthetic_run import make_rollout
 
 CONFIG = small_config(rollouts={"group_size": 2}, engine={"concurrency": 4}, trainer={"steps": 2})
 APRIL = build_config(CONFIG.model_dump() | {"schedule": {"kind": "april", "alpha": 2, "max_lag": 1}})

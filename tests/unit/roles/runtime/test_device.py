@@ -16,12 +16,12 @@ from pipelinerl_core.engine.embedded.decoder import SlotDecoder
 from pipelinerl_core.engine.embedded.sampling import draw
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.roles.runtime.device import model_device
-from pipelinerl_core.testing.models import tiny_model, weights_of
-from pipelinerl_core.testing.rollout_rows import build_rollout
 from pipelinerl_core.training.attention import PACKED_ATTENTION
 from pipelinerl_core.training.model import head_weight, hidden_states
 from pipelinerl_core.training.optimizer import MasterOptimizer
 from pipelinerl_core.types import TrainingRow
+from tests.models import tiny_model, weights_of
+from tests.rollout_rows import build_rollout
 
 ELSEWHERE = torch.device("meta")
 

@@ -12,9 +12,9 @@ from pipelinerl_core.messages import Bye, Register
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.run.records import HUB_KEY, HubRecord
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.testing.stream_hub import QueueHub
-from pipelinerl_core.testing.synthetic_run import put_record
 from tests.builders import hub_record
+from tests.stream_hub import QueueHub
+from tests.synthetic_run import put_record
 
 TOKEN = "a-test-token"
 

@@ -23,9 +23,9 @@ from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.records import RoleRecord, role_key
 from pipelinerl_core.telemetry.metrics import ALL_ROLES, METRICS
 from pipelinerl_core.telemetry.role_metrics import RoleMetrics
-from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.testing.synthetic_run import put_record
 from tests.builders import run_record
+from tests.fakes import MemoryStore
+from tests.synthetic_run import put_record
 from tests.waiting import until, wait_for
 
 TOKEN = "the-token-of-the-run"

@@ -24,10 +24,10 @@ from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.telemetry import span_export
 from pipelinerl_core.telemetry.span_export import FileExporter
 from pipelinerl_core.telemetry.traces import Tracer
-from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.testing.synthetic_run import make_rollout, training_row
 from pipelinerl_core.types import FileEntry, Prompt, SwapReport
 from tests.builders import commit_record, group_named, run_record, weight_manifest
+from tests.fakes import MemoryStore
+from tests.synthetic_run import make_rollout, training_row
 
 STEP_METRICS = {"time/compute_seconds": 1.0, "time/reserve_wait_seconds": 0.5, "reward/mean": 0.25}
 PROMPT = Prompt(prompt_id="p", source="sums", env="sums", text="3+4=", task={})

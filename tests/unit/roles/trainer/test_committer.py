@@ -16,11 +16,11 @@ from pipelinerl_core.run import compaction
 from pipelinerl_core.run.compacted import StepRange, list_commits
 from pipelinerl_core.run.history import counted_commit_keys, read_commit, take_epoch
 from pipelinerl_core.run.records import ActorSample, commit_key
-from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.types import FileEntry
 from pipelinerl_core.weights.files import UNREADABLE_COUNTER
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.builders import put_commit, put_epoch
+from tests.fakes import MemoryStore
 
 WEIGHTS = {"w": torch.arange(4.0)}
 

@@ -13,10 +13,10 @@ from pipelinerl_core.data.codec import decode_batch, encode_rollouts, from_segme
 from pipelinerl_core.messages import Ack, Reserved, RowsHeader
 from pipelinerl_core.roles.trainer.main import Trainer
 from pipelinerl_core.run.history import counted_commit_keys, read_commit
-from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.types import WeightSpan
 from tests.builders import epoch_record, group_named, put_epoch
+from tests.fakes import MemoryStore
+from tests.rollout_rows import build_group, group_ref
 
 
 def group(group_id):

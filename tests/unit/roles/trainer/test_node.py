@@ -13,9 +13,9 @@ from pipelinerl_core.roles.trainer.rendezvous import announce_rendezvous
 from pipelinerl_core.run import hub_status
 from pipelinerl_core.run.drain import ask_to_drain
 from pipelinerl_core.run.records import HUB_KEY, RendezvousRecord, commit_key
-from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.testing.synthetic_run import put_record
 from tests.builders import hub_record
+from tests.fakes import MemoryStore
+from tests.synthetic_run import put_record
 
 STEPS = 3
 

@@ -16,10 +16,10 @@ from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.drain import ask_to_drain
 from pipelinerl_core.run.history import read_epochs, take_epoch
 from pipelinerl_core.run.records import HUB_KEY, commit_key
-from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.testing.stream_hub import QueueHub
-from pipelinerl_core.testing.synthetic_run import put_record
 from tests.builders import hub_record, put_commit, run_record
+from tests.fakes import MemoryStore
+from tests.stream_hub import QueueHub
+from tests.synthetic_run import put_record
 
 STEPS = 3
 

@@ -1,0 +1,45 @@
+"""Run a benchmark: `make bench NAME=engine ARGS=--json`, or `python -m benchmarks engine --json` in a checkout.
+
+    adapters     versions of LoRA: bytes, and seconds of each stage
+    demo         a step of the preset smollm2 beside bare loops
+    engine       tokens per second of the embedded engine and of transformers' continuous batching
+    gpu          engines and learner on a GPU (`make bench-gpu` also writes docs/results-gpu.md)
+    learner      a step beside a plain loop and TRL
+    learning     schedules compared at the same accuracy, or controls of the objective
+    predictions  those of `simulate` beside runs
+    sandbox      programs of a model per second
+    stream       the channel and the hub
+    trainer      what ranks wait for between steps
+    vllm         overhead of the adapter over plain vLLM
+
+Arguments after the name are those of the benchmark; `--help` shows them.
+"""
+
+import subprocess
+import sys
+
+from pipelinerl_core.supervision.role_commands import ending_with_parent, role_environment
+from pipelinerl_core.supervision.temporary_directories import own_temporary
+
+NAMES = tuple(line.split()[0] for line in (__doc__ or "").splitlines() if line.startswith("    "))
+
+
+def main(arguments: list[str]) -> int:
+    """Run the benchmark of this name with one compute thread; returns its exit code, and 2 for an unknown name."""
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help"):
+        sys.stdout.write(__doc__ or "")
+        return 0
+    if name not in NAMES:
+        sys.stderr.write(f"bench {name}: no such benchmark; there are: {', '.join(NAMES)}\n")
+        return 2
+    with own_temporary(role_environment(1, "")) as environment:
+        command = ending_with_parent([sys.executable, "-m", f"benchmarks.{name}", *rest])
+        return subprocess.run(command, env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,194 @@
+"""Measure a step of the demonstration, preset smollm2, against bare loops of transformers in the same data type.
+
+Run: `pipelinerl prepare --model builtin:smollm2` once (docs/demo.md), then `python -m benchmarks demo [--json]`. One
+process with one compute thread; the contestants take turns. Figures are medians over rounds, ratios are medians of
+each round's ratio. Generation: 64 prompts, 16 tokens each, without end tokens. Training: these 64 rollouts; forward,
+backward, and AdamW on float32 weights.
+"""
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from benchmarks import report
+from benchmarks.engine_load import count_tokens, random_rollout
+from pipelinerl_core.batching.assemble import assemble_rows
+from pipelinerl_core.batching.collate import PackBatcher, num_forward_tokens
+from pipelinerl_core.config import RunConfig, load_config
+from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.prompts import build_source
+from pipelinerl_core.roles.runtime.inference import build_codec, model_directory
+from pipelinerl_core.training.learner import TorchLearner
+from pipelinerl_core.training.model import load_model
+from pipelinerl_core.types import Int32Array, TrainingRow
+
+MAX_TOKENS = 16
+_MICRO_ROWS = 32
+"""Rows of one forward pass of the bare loop."""
+
+
+def main() -> None:
+    """Print a table, or one JSON document with --json."""
+    parser = argparse.ArgumentParser(prog="benchmarks demo", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3, help="rounds after the first, which warms up")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    options = parser.parse_args()
+    try:
+        result = measure(options.rounds)
+    except ConfigError as error:
+        sys.stderr.write(f"bench demo: {error}\n")
+        sys.exit(2)
+    report.write(result, table, as_json=options.json)
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """Tokens per second of generation and training, the ratios to the bare loops, and the conditions."""
+    config = load_config("smollm2")
+    torch.set_num_threads(1)
+    prompts = _prompts(config)
+    completions = np.random.default_rng(0).integers(1000, 40_000, (len(prompts), MAX_TOKENS)).astype(np.int32)
+    rows = _rows(config, prompts, completions)
+    return {
+        "dtype": config.dtype,
+        "generation": _compare(
+            {"embedded engine": _embedded(config, prompts), "transformers.generate": _generate(config, prompts)},
+            prompts.shape[0] * MAX_TOKENS,
+            rounds,
+        ),
+        "training": _compare(
+            {"learner": _learner(config, rows), "bare loop": _BareLoop(config, prompts, completions, rows)},
+            sum(num_forward_tokens(row.rollout) for row in rows),
+            rounds,
+        ),
+        "rounds": rounds,
+        "torch": torch.__version__,
+        **report.machine(),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The measurement as Markdown."""
+    rows = [
+        (part, name, speed, f"{result[part]['ratio']:.2f}" if index == 0 else "")
+        for part in ("generation", "training")
+        for index, (name, speed) in enumerate(result[part]["tokens_per_second"].items())
+    ]
+    conditions = f"{result['dtype']}, 1 thread, medians of {result['rounds']} rounds; {report.conditions(result)}"
+    header = ("part", "contestant", "tokens/s", "over the bare loop")
+    return "\n".join([conditions, "", *report.markdown(header, rows, num_text_columns=2), ""])
+
+
+def _compare(contestants: dict[str, Callable[[], object]], num_tokens: int, rounds: int) -> dict[str, Any]:
+    """The first contestant is this project's."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for round_ in range(1 + rounds):
+        for name, run in contestants.items():
+            started = time.perf_counter()
+            run()
+            if round_:
+                seconds[name].append(time.perf_counter() - started)
+    ours, bare = seconds.values()
+    return {
+        "tokens_per_second": {name: round(num_tokens / statistics.median(found)) for name, found in seconds.items()},
+        "ratio": round(statistics.median(theirs / own for own, theirs in zip(ours, bare, strict=True)), 2),
+    }
+
+
+def _prompts(config: RunConfig) -> Int32Array:
+    """[64, P] token ids, eight times each of eight prompts of equal length."""
+    source, codec = build_source(config), build_codec(config)
+    encoded = [codec.encode(source.prompt(index)) for index in range(config.trainer.groups_per_step)]
+    return np.repeat(np.stack(encoded), config.rollouts.group_size, axis=0)
+
+
+def _rows(config: RunConfig, prompts: Int32Array, completions: Int32Array) -> list[TrainingRow]:
+    size, rollouts = config.rollouts.group_size, []
+    for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        built = random_rollout(prompt, completion, np.full(len(completion), -10.0))
+        rollouts.append(
+            replace(
+                built, group_id=index // size, rollout_index=index % size, group_size=size, reward=float(index % 2)
+            )
+        )
+    return assemble_rows(1, [rollouts[at : at + size] for at in range(0, len(rollouts), size)], config).rows
+
+
+def _embedded(config: RunConfig, prompts: Int32Array) -> Callable[[], object]:
+    engine = EmbeddedEngine(
+        _model(config, "sdpa"), slots=len(prompts), max_len=prompts.shape[1] + MAX_TOKENS, eos_token_ids=()
+    )
+    return lambda: asyncio.run(count_tokens(engine, prompts, max_tokens=MAX_TOKENS))
+
+
+def _generate(config: RunConfig, prompts: Int32Array) -> Callable[[], object]:
+    model = _model(config, "sdpa")
+    ids = torch.from_numpy(prompts.astype(np.int64))
+    return lambda: model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, pad_token_id=0,
+        max_new_tokens=MAX_TOKENS, min_new_tokens=MAX_TOKENS,
+    )  # fmt: skip
+
+
+def _learner(config: RunConfig, rows: Sequence[TrainingRow]) -> Callable[[], object]:
+    model = load_model(model_directory(config), config.dtype)
+    batcher = PackBatcher(config.trainer.pack_tokens, skips_backward=config.skips_backward)
+    learner = TorchLearner(model, config, batcher=batcher)
+    return lambda: learner.step(rows)
+
+
+class _BareLoop:
+    """Rows of equal length in two forward passes, eager attention, plain log_softmax, AdamW on float32 copies."""
+
+    def __init__(
+        self, config: RunConfig, prompts: Int32Array, completions: Int32Array, rows: Sequence[TrainingRow]
+    ) -> None:
+        self._model = _model(config, "eager")
+        self._ids = torch.from_numpy(np.concatenate([prompts, completions], axis=1).astype(np.int64))
+        self._num_prompt = prompts.shape[1]
+        self._weights = torch.tensor([row.loss_weight * row.advantage for row in rows])
+        self._masters = [parameter.detach().float() for parameter in self._model.parameters()]
+        self._adam = torch.optim.AdamW(self._masters, lr=config.learner.peak_lr, weight_decay=0.0, fused=True)
+
+    def __call__(self) -> None:
+        for start in range(0, len(self._ids), _MICRO_ROWS):
+            self._backward(self._ids[start : start + _MICRO_ROWS], self._weights[start : start + _MICRO_ROWS])
+        parameters = list(self._model.parameters())
+        for master, parameter in zip(self._masters, parameters, strict=True):
+            master.grad = parameter.grad.float()
+        torch.nn.utils.clip_grad_norm_(self._masters, 1.0)
+        self._adam.step()
+        with torch.no_grad():
+            for master, parameter in zip(self._masters, parameters, strict=True):
+                parameter.copy_(master)
+                parameter.grad = None
+
+    def _backward(self, ids_BT: Tensor, weights_B: Tensor) -> None:
+        hidden = self._model.model(ids_BT[:, :-1]).last_hidden_state[:, self._num_prompt - 1 :]
+        logprobs = torch.log_softmax(self._model.lm_head(hidden).float(), -1)
+        chosen_BC = logprobs.gather(-1, ids_BT[:, self._num_prompt :, None])[..., 0]
+        (-(weights_B[:, None] * chosen_BC).sum()).backward()  # type: ignore[no-untyped-call]
+
+
+def _model(config: RunConfig, attention: str) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        model_directory(config),
+        dtype=getattr(torch, config.dtype),
+        attn_implementation=attention,
+        local_files_only=True,
+    )
+    return model.eval()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Load for benchmarks: random models, prompts and rollouts, requests without an end token, and weight updates."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from benchmarks.sizes import SIZES
+from pipelinerl_core.interfaces import Engine, WeightUpdate
+from pipelinerl_core.types import (
+    Completion,
+    EngineRequest,
+    FinishReason,
+    Int32Array,
+    Outcome,
+    Rollout,
+    Sampler,
+    WeightSpan,
+)
+
+
+def random_model(size: str, *, dtype: torch.dtype = torch.float32) -> Any:
+    """A model in evaluation mode on the CPU; equal arguments give equal random weights."""
+    torch.manual_seed(0)
+    model_class: Any = Qwen2ForCausalLM
+    with torch.device("cpu"):
+        return model_class(Qwen2Config(**SIZES[size], tie_word_embeddings=True)).to(dtype).eval()
+
+
+def random_prompts(num: int, num_tokens: int, vocab_size: int) -> Int32Array:
+    """Random token ids [num, num_tokens]; equal arguments give equal prompts."""
+    return np.random.default_rng(0).integers(0, vocab_size, (num, num_tokens), dtype=np.int32)
+
+
+def random_rollout(prompt: Int32Array, completion: Int32Array, logprobs: NDArray[Any]) -> Rollout:
+    """A scored rollout, sampled by version 0."""
+    num_tokens = len(completion)
+    return Rollout(
+        group_id=0,
+        rollout_index=0,
+        attempt=0,
+        lease_id="",
+        prompt_id="",
+        source="bench",
+        env="bench",
+        actor="bench",
+        group_size=1,
+        prompt_token_ids=prompt,
+        completion_token_ids=completion,
+        rollout_logprobs=logprobs.astype(np.float32),
+        weight_spans=(WeightSpan(0, 0, num_tokens),),
+        loss_mask=np.ones(num_tokens, np.bool_),
+        reward=0.0,
+        outcome=Outcome.SCORED,
+        finish_reason=FinishReason.LENGTH,
+        error=None,
+        sampler=Sampler(),
+        max_tokens=num_tokens,
+        started_at=0.0,
+        finished_at=0.0,
+        scored_at=0.0,
+    )
+
+
+async def complete(engine: Engine, prompts: Int32Array, *, max_tokens: int, name: str = "") -> list[Completion]:
+    """A completion of each prompt; all requests are sent at once."""
+
+    async def one(index: int, prompt: Int32Array) -> Completion:
+        request = EngineRequest(
+            request_id=f"{name}{index}", prompt_token_ids=prompt, max_tokens=max_tokens, sampler=Sampler(seed=index)
+        )
+        completion: Completion | None = None
+        async for chunk in engine.generate(request):
+            completion = chunk.completion
+        assert completion is not None
+        return completion
+
+    return list(await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts))))
+
+
+async def count_tokens(engine: Engine, prompts: Int32Array, *, max_tokens: int, name: str = "") -> int:
+    """The number of tokens that `complete` generates."""
+    completions = await complete(engine, prompts, max_tokens=max_tokens, name=name)
+    return sum(len(completion.token_ids) for completion in completions)
+
+
+async def complete_endlessly(engine: Engine, prompts: Int32Array, *, max_tokens: int) -> None:
+    """Keep the engine busy until cancelled."""
+    for round_ in range(1_000_000):
+        await complete(engine, prompts, max_tokens=max_tokens, name=f"load.{round_}.")
+
+
+def update_of(weights: Mapping[str, torch.Tensor] | Path, version: int) -> WeightUpdate:
+    """The weights of a model, or of a model directory, as version `version`."""
+    if isinstance(weights, Path):
+        files = sorted(weights.glob("*.safetensors"))
+        weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return WeightUpdate(version=version, tensors=weights, num_bytes=sum(t.nbytes for t in weights.values()))

@@ -1,0 +1,185 @@
+"""Steps of the learner, of a bare loop and of TRL, in turns on the same rollouts (part of `bench learner`).
+
+Shapes: B = rollouts, P = longest prompt, C = longest completion, N = sampled tokens of a pack.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from benchmarks.engine_load import random_rollout
+from benchmarks.sizes import SIZES
+from pipelinerl_core.batching.assemble import assemble_rows
+from pipelinerl_core.batching.collate import PackBatcher, num_forward_tokens
+from pipelinerl_core.batching.pack import Packing, pack
+from pipelinerl_core.config.sections import EngineConfig, RolloutsConfig, RunConfig
+from pipelinerl_core.config.training import LearnerConfig, TrainerConfig
+from pipelinerl_core.training.learner import TorchLearner
+from pipelinerl_core.training.model import head_weight, hidden_states, prepare_model
+from pipelinerl_core.training.optimizer import make_adam
+from pipelinerl_core.types import Rollout, TrainingRow
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A model, and the rollouts of one step."""
+
+    name: str
+    model: dict[str, Any]
+    num_groups: int
+    median_tokens: int
+    """Median length of a completion; lengths are lognormal."""
+    max_tokens: int
+    pack_tokens: int
+    group_size: int = 8
+    spread: float = 0.75
+    """Standard deviation of the logarithm of a completion's length."""
+
+    def random_model(self) -> Any:
+        """A model in evaluation mode; every call returns equal random weights."""
+        torch.manual_seed(0)
+        model_class: Any = Qwen2ForCausalLM
+        return model_class(Qwen2Config(**self.model, tie_word_embeddings=True)).eval()
+
+    def config(self, packing: Packing = "sorted") -> RunConfig:
+        """The configuration of a run with such steps."""
+        trainer = TrainerConfig(
+            steps=1000, groups_per_step=self.num_groups, pack_tokens=self.pack_tokens, packing=packing
+        )
+        rollouts = RolloutsConfig(group_size=self.group_size, max_tokens=self.max_tokens)
+        engine = EngineConfig(concurrency=self.group_size)
+        return RunConfig(trainer=trainer, rollouts=rollouts, engine=engine, learner=LearnerConfig(lr=1e-4))
+
+    def groups(self) -> list[list[Rollout]]:
+        """Rollouts of random tokens by group; every call returns equal rollouts."""
+        rng = np.random.default_rng(0)
+        return [
+            [self._rollout(rng, group, index) for index in range(self.group_size)] for group in range(self.num_groups)
+        ]
+
+    def _rollout(self, rng: np.random.Generator, group: int, index: int) -> Rollout:
+        wanted = rng.lognormal(np.log(self.median_tokens), self.spread)
+        prompt, completion = (
+            rng.integers(0, self.model["vocab_size"], size, dtype=np.int32)
+            for size in (int(rng.integers(8, 21)), int(np.clip(wanted, 2, self.max_tokens)))
+        )
+        built = random_rollout(prompt, completion, np.full(len(completion), -np.log(self.model["vocab_size"])))
+        return replace(
+            built, group_id=group, rollout_index=index, group_size=self.group_size, reward=float(index % 2)
+        )
+
+
+WORKLOADS = {
+    "quickstart": Workload(
+        name="quickstart", model=SIZES["tiny"], num_groups=64, median_tokens=9, max_tokens=80, pack_tokens=2048
+    ),
+    "small": Workload(
+        name="small", model=SIZES["small"], num_groups=8, median_tokens=96, max_tokens=480, pack_tokens=2048
+    ),
+}
+
+
+class BareLoop:
+    """A hand-written training step: prebuilt packs, the learner's packed attention, plain log_softmax."""
+
+    def __init__(self, workload: Workload, rows: Sequence[TrainingRow]) -> None:
+        self._model = prepare_model(workload.random_model())
+        self._packs = list(PackBatcher(workload.pack_tokens).rows(rows))
+        self._config = workload.config().learner
+        self._adam = make_adam(list(self._model.parameters()), self._config)
+
+    def __call__(self) -> None:
+        self._adam.zero_grad()
+        for batch in self._packs:
+            logits_NV = hidden_states(self._model, batch) @ head_weight(self._model).T
+            logprobs_N = torch.log_softmax(logits_NV, -1).gather(-1, batch.target_ids_N[:, None])[:, 0]
+            loss = -(batch.loss_weights_N * batch.advantages_N * logprobs_N).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.clip_norm)
+        self._adam.step()
+
+
+def measure_workload(workload: Workload, rounds: int, *, with_trl: bool) -> dict[str, Any]:
+    """Tokens per second of every contestant, and ratios to the learner: medians over rounds, taken in turns."""
+    groups = workload.groups()
+    rows = assemble_rows(1, groups, workload.config()).rows
+    num_tokens = sum(num_forward_tokens(row.rollout) for row in rows)
+    steps: dict[str, Step] = {
+        "learner": _learner(workload, rows),
+        "learner, filled packs": _learner(workload, rows, "filled"),
+        "bare loop": BareLoop(workload, rows),
+    }
+    if with_trl:
+        from benchmarks.learner_trl import TRLStep
+
+        steps["TRL"] = TRLStep(workload.random_model(), rows, workload.config())
+    seconds = _in_turns(steps, rounds)
+    return {
+        "workload": workload.name,
+        "num_parameters": sum(parameter.numel() for parameter in workload.random_model().parameters()),
+        "num_rollouts": len(rows),
+        "num_tokens": num_tokens,
+        "pack_tokens": workload.pack_tokens,
+        "rounds": rounds,
+        "tokens_per_second": {
+            name: round(num_tokens / statistics.median(wall for wall, _ in found)) for name, found in seconds.items()
+        },
+        # Medians of each round's ratio: other load on the machine slows both sides of one round.
+        "learner_over": {
+            name: round(statistics.median(_ratios(seconds, name, clock=0)), 3) for name in steps if name != "learner"
+        },
+        "learner_over_cpu": {
+            name: round(statistics.median(_ratios(seconds, name, clock=1)), 3) for name in steps if name != "learner"
+        },
+    }
+
+
+def measure_fill(multiples: Sequence[int] = (4, 8, 16)) -> list[dict[str, Any]]:
+    """Fill of packs and padding of attention, 512 lognormal lengths; pack_tokens is a multiple of the mean length."""
+    lengths = np.random.default_rng(0).lognormal(np.log(200), 0.75, 512).astype(int).clip(1, 4000).tolist()
+    return [
+        {"multiple": multiple, "packing": packing, **_fill(lengths, multiple * sum(lengths) // len(lengths), packing)}
+        for multiple in multiples
+        for packing in ("sorted", "filled")
+    ]
+
+
+def _fill(lengths: Sequence[int], pack_tokens: int, packing: Packing) -> dict[str, float]:
+    packs = [[lengths[index] for index in one] for one in pack(lengths, pack_tokens, packing)]
+    return {
+        "pack_fill": round(sum(lengths) / sum(max(pack_tokens, sum(one)) for one in packs), 3),
+        "attention_slots_per_token": round(sum(len(one) * max(one) for one in packs) / sum(lengths), 3),
+        "num_packs": len(packs),
+    }
+
+
+def _learner(workload: Workload, rows: Sequence[TrainingRow], packing: Packing = "sorted") -> Step:
+    config = workload.config(packing)
+    batcher = PackBatcher(workload.pack_tokens, packing)
+    learner = TorchLearner(prepare_model(workload.random_model()), config, batcher=batcher)
+    return lambda: learner.step(rows)
+
+
+def _in_turns(steps: dict[str, Step], rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of wall time and of CPU time of each round after the first, which warms up."""
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    for round_ in range(1 + rounds):
+        for name, step in steps.items():
+            started, cpu_started = time.perf_counter(), time.process_time()
+            step()
+            if round_:
+                seconds[name].append((time.perf_counter() - started, time.process_time() - cpu_started))
+    return seconds
+
+
+def _ratios(seconds: dict[str, list[tuple[float, float]]], other: str, *, clock: int) -> list[float]:
+    """For each round: seconds of the other contestant / seconds of the learner; clock 0: wall time, 1: CPU time."""
+    return [theirs[clock] / ours[clock] for ours, theirs in zip(seconds["learner"], seconds[other], strict=True)]

@@ -1,1 +1,0 @@
-"""What benchmarks compare with: other libraries on the same task."""

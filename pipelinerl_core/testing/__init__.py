@@ -1,1 +1,0 @@
-"""Shipped fakes and builders for tests."""

@@ -1,0 +1,67 @@
+"""`bench learner` in miniature: that it measures what it says. Never how fast it is."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import learner
+from benchmarks.learner_memory import CONTESTANTS, measure
+from benchmarks.learner_memory import table as memory_table
+from benchmarks.learner_rounds import BareLoop, measure_fill, measure_workload
+from pipelinerl_core.batching.assemble import assemble_rows
+from tests.unit.benchmarks.learner_case import MINI
+
+
+def test_contestants_take_turns_on_the_same_tokens():
+    found = measure_workload(MINI, 2, with_trl=False)
+    assert (found["num_rollouts"], found["rounds"]) == (8, 2)
+    assert list(found["tokens_per_second"]) == ["learner", "learner, filled packs", "bare loop"]
+    assert all(speed > 0 for speed in found["tokens_per_second"].values())
+    assert found["learner_over"].keys() == {"learner, filled packs", "bare loop"}
+    groups = MINI.groups()
+    assert found["num_tokens"] == sum(len(r.prompt_token_ids) + r.num_tokens - 1 for group in groups for r in group)
+
+
+def test_the_bare_loop_trains():
+    rows = assemble_rows(1, MINI.groups(), MINI.config()).rows
+    bare = BareLoop(MINI, rows)
+    before = [parameter.detach().clone() for parameter in bare._model.parameters()]
+    bare()
+    assert all(not torch.equal(a, b) for a, b in zip(before, bare._model.parameters(), strict=True))
+
+
+def test_filled_packs_are_full_and_sorted_ones_pad_less():
+    for one in zip(*[iter(measure_fill())] * 2, strict=True):
+        assert [row["packing"] for row in one] == ["sorted", "filled"]
+        assert one[1]["pack_fill"] >= 0.95 > one[0]["pack_fill"]
+        assert one[1]["attention_slots_per_token"] > one[0]["attention_slots_per_token"]
+
+
+def test_the_memory_table_has_a_line_for_each_type():
+    rows = measure(16, 512, 8)
+    assert [(row["dtype"], row["way"]) for row in rows] == [
+        (d, w) for d in ("float32", "bfloat16") for w in CONTESTANTS
+    ]
+    assert all(row["extra_bytes"] > 0 for row in rows)
+    assert [line[:9] for line in memory_table(rows, 16)[-2:]] == ["| float32", "| bfloat1"]
+
+
+def test_what_is_not_there_is_said_in_the_table(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(learner, "_PACKAGES", tmp_path)
+    monkeypatch.setattr(learner.sys, "path", list(learner.sys.path))
+    monkeypatch.setattr(learner.importlib.util, "find_spec", lambda name: None)
+    learner.main(["--workloads"])
+    assert "attention slots" in capsys.readouterr().out
+    learner.main(["--workloads", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["trl"] == "not installed: run `make bench-peers`"
+    result["workloads"] = [measure_workload(MINI, 1, with_trl=False)]
+    assert "| TRL | not installed: run `make bench-peers` | | |" in learner.table(result)
+
+
+def test_wrong_numbers_are_bad_input(capsys):
+    with pytest.raises(SystemExit) as ended:
+        learner.main(["--rounds", "0"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "bench learner: --rounds and --memory-tokens must be at least 1\n"
