@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 from pipelinerl.flows.cli.console import say
-from pipelinerl_core.config import stored_config
+from pipelinerl_core.config import build_config
 from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.report.samples import token_decoder
 from pipelinerl_core.report.web import LivePage, build_server
@@ -42,7 +42,7 @@ class CurrentPage:
 
 def _page(url: str) -> LivePage:
     store = open_store(url)
-    model = resolve_model_path(stored_config(RunFollower(store).run.config).model.path)
+    model = resolve_model_path(build_config(RunFollower(store).run.config).model.path)
     return LivePage(store, token_decoder(str(model)) if model else None)
 
 

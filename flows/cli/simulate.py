@@ -129,7 +129,7 @@ def _source(
 
 def _recorded(run: str, root: str) -> "Calibration":
     """The calibration of a recorded run."""
-    from pipelinerl_core.config.load import stored_config
+    from pipelinerl_core.config.load import build_config
     from pipelinerl_core.planning.cache import usable_cores
     from pipelinerl_core.planning.calibration import calibrate
     from pipelinerl_core.report.facts import collect
@@ -143,7 +143,7 @@ def _recorded(run: str, root: str) -> "Calibration":
     facts = collect(store)
     epochs = [read_record(store, key, EpochRecord) for key in list_keys(store, "epochs")]
     is_here = any(epoch.processor == processor() for epoch in epochs)
-    return calibrate(facts, cores=usable_cores(stored_config(facts.run.config)) if is_here else 0)
+    return calibrate(facts, cores=usable_cores(build_config(facts.run.config)) if is_here else 0)
 
 
 def _swept(

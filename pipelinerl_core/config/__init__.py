@@ -7,7 +7,6 @@ from pipelinerl_core.config.load import (
     load_config,
     preset_names,
     resume_config,
-    stored_config,
 )
 from pipelinerl_core.config.sections import RunConfig
 
@@ -19,5 +18,4 @@ __all__ = [
     "load_config",
     "preset_names",
     "resume_config",
-    "stored_config",
 ]

@@ -13,8 +13,6 @@ from pipelinerl_core.config.load import kinds_of, variants
 from pipelinerl_core.config.sections import RunConfig
 
 _WIDTH = 100
-_INTERNAL = ("loss.revision",)
-"""Keys that no user sets."""
 
 
 def commented_toml(config: RunConfig, title: str = "") -> str:
@@ -37,9 +35,7 @@ def commented_toml(config: RunConfig, title: str = "") -> str:
 def _section(name: str, section: BaseModel) -> str:
     values = section.model_dump(mode="json")
     fields = sorted(type(section).model_fields.items(), key=lambda pair: pair[0] != "kind")
-    keys = [
-        _key(f"{name}.{key}", key, field, values[key]) for key, field in fields if f"{name}.{key}" not in _INTERNAL
-    ]
+    keys = [_key(f"{name}.{key}", key, field, values[key]) for key, field in fields]
     other = [kind for kind in variants(name) if kind != values.get("kind")]
     heading = [_comment(f"Another {name}.kind ({', '.join(other)}) has other keys.")] if other else []
     return "\n\n".join(["\n".join([*heading, f"[{name}]"]), *keys])

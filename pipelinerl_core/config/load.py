@@ -12,7 +12,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from pipelinerl_core.config.default_rate import choose_rate
-from pipelinerl_core.config.dropped import DROPPED, without_dropped
 from pipelinerl_core.config.dtype import choose_dtype
 from pipelinerl_core.config.sections import RowPrompts, RunConfig
 from pipelinerl_core.errors import ConfigError
@@ -91,9 +90,10 @@ def _resumable_text() -> str:
     return ", ".join(f"{key}*" if key.endswith(".") else key for key in RESUMABLE)
 
 
-def build_config(values: dict[str, Any]) -> RunConfig:
+def build_config(values: typing.Mapping[str, Any]) -> RunConfig:
     """Validate a nested mapping and choose model.dtype and learner.lr if they are auto; raises ConfigError with one
     line."""
+    values = dict(values)
     try:
         config = RunConfig.model_validate(values)
         if config.model.dtype == "auto":
@@ -106,29 +106,6 @@ def build_config(values: dict[str, Any]) -> RunConfig:
     except ValidationError as error:
         details = [detail for detail in error.errors() if detail["loc"][-1:] != (_AUTO,)]
         raise ConfigError("; ".join(_explain(detail, values) for detail in details)) from None
-
-
-def stored_config(values: typing.Mapping[str, Any]) -> RunConfig:
-    """The configuration of a run.json, also of an earlier version.
-
-    Dropped keys are ignored. Runs from before prompts.held_out_share held out a twentieth of every table; runs from
-    before trainer.skip_zero_advantage computed every rollout in the same way; runs from before loss.revision keep the
-    formulas of revision 1, and runs from before loss.dual_clip have no dual clip. Runs from before eval.temperature
-    are evaluated at 1, like their earlier evaluations. A filter that is refused by now is off: a resume trains the
-    groups that have a gradient.
-    """
-    kept = without_dropped(values)
-    kept["trainer"] = {"skip_zero_advantage": False, **kept.get("trainer", {})}
-    kept["eval"] = {"temperature": 1.0, **kept.get("eval", {})}
-    loss = kept["loss"] = {"revision": 1, **kept.get("loss", {})}
-    if loss.get("kind", "reinforce") in kinds_of("loss.dual_clip"):
-        loss.setdefault("dual_clip", 0.0)
-    if loss.get("advantage") == "value" or loss.get("kl_coefficient"):
-        kept["rollouts"] = {**kept.get("rollouts", {}), "filter_zero_variance": False}
-    prompts = kept.get("prompts", {})
-    if prompts.get("kind") in ("file", "huggingface"):
-        kept["prompts"] = {"held_out_share": 0.05, **prompts}
-    return build_config(kept)
 
 
 def _read(source: str) -> dict[str, Any]:
@@ -196,8 +173,6 @@ def _kept(section: str, old: str, new: str, table: dict[str, Any]) -> dict[str, 
 def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
     location = [str(part) for part in detail["loc"] if part != _NUMBER]
     dotted = _printable(".".join(_without_tags(location, values)))
-    if dotted in DROPPED:
-        return f"{dotted}: {DROPPED[dotted]}. Remove the key"
     if detail["type"] == "extra_forbidden":
         return _hint(dotted, values)
     if detail["type"] == "missing":

@@ -55,9 +55,6 @@ class _Loss(Section):
     """loss.teacher: weight of the teacher in the advantage of a token."""
     reward_coefficient: float = Field(1.0, ge=0)
     """loss.teacher: weight of the reward's advantage beside the teacher; 0: the teacher alone."""
-    revision: Literal[1, 2, 3] = 3
-    """Formulas of the loss. 3: the formulas of docs/algorithms.md; 1 and 2: those of runs that were recorded with an
-    earlier release. Do not set in a new run: a recorded run keeps its revision."""
 
 
 class ReinforceLoss(_Loss):

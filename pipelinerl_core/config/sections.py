@@ -684,8 +684,7 @@ class RunConfig(Section):
             return f"loss.teacher={loss.teacher}"
         if loss.kl_coefficient:
             return f"loss.kl_coefficient={loss.kl_coefficient:g}"
-        # Revision 1 computed the entropy bonus only of rollouts whose advantage is not 0.
-        return f"loss.entropy_bonus={loss.entropy_bonus:g}" if loss.entropy_bonus and loss.revision > 1 else ""
+        return f"loss.entropy_bonus={loss.entropy_bonus:g}" if loss.entropy_bonus else ""
 
     @property
     def skips_backward(self) -> bool:

@@ -1,15 +1,15 @@
 """The Arrow schemas of rollouts, partial rollouts and training batches.
 
-The field metadata describes each column, and the schema metadata contains the version. A reader accepts all minor
-versions of its major version, which may have more columns, and rejects other versions.
+The field metadata describes each column, and the schema metadata contains the version. A reader rejects other
+versions.
 """
 
 import pyarrow as pa
 
 from pipelinerl_core.errors import SchemaMismatch
 
-SCHEMA_VERSION = "1.4"
-"""major.minor of all three schemas. A new column increments minor, any other change increments major."""
+SCHEMA_VERSION = "2"
+"""Of all three schemas; any change increments the version."""
 
 SPAN_TYPE = pa.struct(
     [
@@ -55,8 +55,6 @@ _COMPONENTS = _field(
     "Components of the reward, before their weights; null if the verifier returned one number.",
     nullable=True,
 )
-_SINCE = {"origins": 1, "turn_advantages": 2, "reward_components": 3, "notes": 4, "turn_rewards": 4}
-"""Column -> minor version that introduced the column. In rows of an earlier version the column is read as null."""
 
 _ROLLOUT_FIELDS = [
     _field("run_id", pa.string(), "Run that the rollout belongs to."),
@@ -167,44 +165,32 @@ def check_schema(schema: pa.Schema, expected: pa.Schema = ROLLOUT_SCHEMA) -> Non
         raise SchemaMismatch(
             f"the rows have schema {theirs.get('schema', 'without a name')!r}; this reader requires {name!r}"
         )
-    major, _, minor = version.partition(".")
-    our_major, _, our_minor = ours["schema_version"].partition(".")
-    if major != our_major or not minor.isdecimal() or len(minor) > 4:
+    if version != SCHEMA_VERSION:
         raise SchemaMismatch(
-            f"{name} schema version {version!r} cannot be read: this reader supports {our_major}.x. "
+            f"{name} schema version {version!r:.40} cannot be read: this release reads {SCHEMA_VERSION}. "
             "Use the release that wrote the rows"
         )
     for field in expected:
         index = schema.get_field_index(field.name)
-        if index < 0 and int(minor) < _SINCE.get(field.name, 0):
-            continue
         if index < 0:
             raise SchemaMismatch(f"{name} rows lack the column {field.name!r} ({field.type})")
         if schema.field(index).type != field.type:
             raise SchemaMismatch(f"{name} column {field.name!r} is {schema.field(index).type}, not {field.type}")
     extra = [column for column in schema.names if expected.get_field_index(column) < 0]
-    if extra and int(minor) <= int(our_minor):
+    if extra:
         raise SchemaMismatch(f"{name} rows of version {version} have columns that this version lacks: {extra}")
 
 
 def conform(batch: pa.RecordBatch, expected: pa.Schema = ROLLOUT_SCHEMA) -> pa.RecordBatch:
-    """Check the rows and return them with the columns of `expected`, in order.
-
-    Columns of a newer minor version are dropped; columns that an older minor version lacks are null.
-    """
+    """Check the rows and return them with the columns of `expected`, in order."""
     if batch.schema.equals(expected, check_metadata=True):
         return batch
     check_schema(batch.schema, expected)
     try:
-        batch.validate()  # before null columns of batch.num_rows are allocated below
+        batch.validate()
     except pa.ArrowInvalid as error:
         raise SchemaMismatch(f"invalid Arrow record batch: {str(error).splitlines()[0]}") from None
-    known = set(batch.schema.names)
-    arrays = [
-        batch.column(field.name) if field.name in known else pa.nulls(batch.num_rows, field.type)
-        for field in expected
-    ]
-    return pa.RecordBatch.from_arrays(arrays, schema=expected)
+    return pa.RecordBatch.from_arrays([batch.column(field.name) for field in expected], schema=expected)
 
 
 def _metadata(schema: pa.Schema) -> dict[str, str]:

@@ -206,7 +206,7 @@ def _joined(groups: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
 
 
 def _groups(batch: pa.RecordBatch, key: str) -> list[pa.RecordBatch]:
-    """The checked rows of each group in a record batch. Earlier releases wrote one record batch per group."""
+    """The checked rows of each group in a record batch."""
     try:
         return split_groups(batch)
     except SchemaMismatch as error:

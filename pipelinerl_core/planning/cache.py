@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.config.load import stored_config
+from pipelinerl_core.config.load import build_config
 from pipelinerl_core.config.model_path import cache_directory
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.planning.calibration import Calibration
@@ -70,7 +70,7 @@ def cached_calibration(config: RunConfig) -> Calibration | None:
         groups = None if known is None else np.array(known, dtype=np.int64)
         lengths = Lengths(np.array(found["length_shares"]), groups, found["lengths_are_course"])
         return Calibration(
-            config=stored_config(found["config"]),
+            config=build_config(found["config"]),
             speeds=_speeds(found["speeds"]),
             other_speeds=_speeds(other) if (other := found["other_speeds"]) else None,
             work=Work(lengths=lengths, **found["work"]),

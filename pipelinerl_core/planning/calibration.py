@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.config.load import stored_config
+from pipelinerl_core.config.load import build_config
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.planning.lengths import Lengths
 from pipelinerl_core.planning.prediction import (
@@ -113,7 +113,7 @@ def calibrate(facts: RunFacts, *others: RunFacts, cores: int = 0) -> Calibration
     others: runs of the same model on the same machines with other loads, from which the fixed part of a decode step
     and of an optimizer step can be told apart.
     """
-    config = stored_config(facts.run.config)
+    config = build_config(facts.run.config)
     commits = facts.trained_commits
     if len(commits) < MIN_STEPS or not facts.steps:
         raise ConfigError(f"{facts.run.run_id}: {len(commits)} steps are too few, at least {MIN_STEPS} are needed")

@@ -18,7 +18,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, Literal
 
-from pipelinerl_core.config import RunConfig, stored_config
+from pipelinerl_core.config import RunConfig, build_config
 from pipelinerl_core.config.rules import lag_of_full_engines
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.report.utilization import pause_seconds
@@ -358,6 +358,6 @@ def _masked_advice(lengths: Lengths, run: RunConfig) -> str:
 
 def _read(config: Mapping[str, Any]) -> RunConfig | None:
     try:
-        return stored_config(config)
+        return build_config(config)
     except ConfigError:
         return None

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from pipelinerl_core.config import stored_config
+from pipelinerl_core.config import build_config
 from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.interfaces import ObjectStore, PromptSource
@@ -56,7 +56,7 @@ def headline(reward: float, steps: int, *, is_over: bool) -> str:
 def comparison_text(config: Mapping[str, Any]) -> str:
     """What the verifier of a stored configuration compares; empty if the configuration is unreadable."""
     try:
-        run_config = stored_config(config)
+        run_config = build_config(config)
         if run_config.mixture:
             return f"The parts of the mixture are {', '.join(run_config.mixture)}."
         name = verifier_name(run_config)
@@ -88,10 +88,10 @@ def example_of(
         return None
     prompt, reference, others = plain_text(row.prompt_token_ids, decode), "", ""
     try:
-        source = build_source(stored_config(config))
+        source = build_source(build_config(config))
         source_prompt = source.prompt(row.group_id)
         prompt, reference = source_prompt.text, str(source_prompt.task.get("answer", ""))
-        others = _other_rewards(rows, source, decode, verifier_name(stored_config(config)))
+        others = _other_rewards(rows, source, decode, verifier_name(build_config(config)))
     except (PipelineRLError, ImportError, OSError):
         pass  # the report is written on a host without the prompts
     texts = {"prompt": prompt, "completion": plain_text(row.completion_token_ids, decode), "reference": reference}

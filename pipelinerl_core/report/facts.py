@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipelinerl_core.data.compaction import list_rollouts, read_rollouts
+from pipelinerl_core.data.schema import SCHEMA_VERSION
 from pipelinerl_core.errors import BrokenRecord, MissingObject, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.follow import RunFollower
@@ -33,7 +34,6 @@ from pipelinerl_core.types import BoolArray, WeightSpan
 
 logger = logging.getLogger(__name__)
 
-_SCHEMA_MAJOR = "1"
 # Batches are small, and idle threads of the Arrow pool can abort the interpreter at its exit.
 _ONE_THREAD = pa.ipc.IpcReadOptions(use_threads=False)
 _COLUMNS = (
@@ -229,9 +229,9 @@ def step_facts(step: int, rows: list[TrainedRollout]) -> StepFacts:
 
 def _check(where: str, table: pa.Table) -> None:
     version = (table.schema.metadata or {}).get(b"schema_version", b"").decode()
-    if version.partition(".")[0] != _SCHEMA_MAJOR:
+    if version != SCHEMA_VERSION:
         raise SchemaMismatch(
-            f"{where} has batch schema version {version!r}; this release reads {_SCHEMA_MAJOR}.x. "
+            f"{where} has batch schema version {version!r}; this release reads {SCHEMA_VERSION}. "
             "Use the release that wrote the batch"
         )
     missing = [name for name in _COLUMNS if name not in table.column_names]

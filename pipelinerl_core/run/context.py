@@ -9,8 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelinerl_core.config import RunConfig, resume_config, stored_config
-from pipelinerl_core.config.dropped import overrides_without_dropped
+from pipelinerl_core.config import RunConfig, build_config, resume_config
 from pipelinerl_core.errors import ConfigError, MissingObject
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.reading import read_record
@@ -82,14 +81,14 @@ def open_run(url: str) -> RunContext:
     except MissingObject:
         raise ConfigError(f"{url}: no run here ({RUN_KEY} is missing). Start it with `pipelinerl train`") from None
     token = os.environ.get(TOKEN_VARIABLE, "")
-    config = resume_config(stored_config(record.config), resume_overrides(store))
+    config = resume_config(build_config(record.config), resume_overrides(store))
     return RunContext(store=store, record=record, config=config, token=token)
 
 
 def resume_overrides(store: ObjectStore) -> tuple[str, ...]:
     """Overrides of all resumes so far."""
     try:
-        return overrides_without_dropped(read_record(store, RESUME_KEY, ResumeRecord).overrides)
+        return read_record(store, RESUME_KEY, ResumeRecord).overrides
     except MissingObject:
         return ()
 

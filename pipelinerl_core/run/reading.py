@@ -1,7 +1,7 @@
 """Reading of a run's JSON records: parse, check the format version, then validate fields and ranges."""
 
 import logging
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import from_json
@@ -14,9 +14,6 @@ from pipelinerl_core.run.records import FORMAT_VERSION, KEY_PATTERNS, Record
 R = TypeVar("R", bound=Record)
 
 logger = logging.getLogger(__name__)
-
-_STATISTICS = (("swaps",), ("actors",))  # fields of a commit with statistics that actors report
-
 
 _foreign: set[str] = set()
 
@@ -55,27 +52,6 @@ def parse_record(data: bytes, where: str, model: type[R]) -> R:
             "Read the run with the version that wrote it"
         )
     try:
-        try:
-            return model.model_validate(values)
-        except ValidationError as error:
-            return model.model_validate(_cut_to_range(values, error, where))
+        return model.model_validate(values)
     except ValidationError as error:
         raise BrokenRecord(f"{where} is not a valid {model.__name__}: {first_error(error)}") from None
-
-
-def _cut_to_range(values: Any, error: ValidationError, where: str) -> Any:
-    """The values of a commit, with each out-of-range statistic set to the limit of its range.
-
-    An earlier release stored actors' statistics unchecked; nothing depends on them. Raises any other `error`.
-    """
-    for one in error.errors():
-        limit = one.get("ctx", {}).get("le", one.get("ctx", {}).get("ge"))
-        path = one["loc"]
-        if limit is None or path[:1] not in _STATISTICS:
-            raise error
-        inner = values
-        for part in path[:-1]:
-            inner = inner[part]
-        inner[path[-1]] = limit
-        logger.warning("%s: %s is out of its range and read as %g", where, ".".join(map(str, path)), limit)
-    return values

@@ -37,7 +37,8 @@ from pipelinerl_core.messages import FateRecord, LedgerSnapshot
 from pipelinerl_core.ranges import Count, Finite, Number, Seconds, Step, StepOrNone
 from pipelinerl_core.types import FileEntry, WeightManifest
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Of every object of a run. A change of an object, of a default or of a formula increments the version."""
 RUN_KEY = "run.json"
 HUB_KEY = "hub.json"
 CONTROL_KEY = "control.json"
@@ -197,7 +198,7 @@ def parse_commit_key(key: str) -> tuple[int, int]:
 
 
 class Record(BaseModel):
-    """Frozen JSON object; unknown fields (of a newer minor version) are ignored."""
+    """Frozen JSON object."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
@@ -247,7 +248,7 @@ class EpochRecord(Record):
     arithmetic: dict[str, Any] = {}
     """Trainer: the settings on which its rounding depends (see `RunConfig.arithmetic`)."""
     processor: str = ""
-    """`run.processor.processor` of its host; empty: recorded before."""
+    """Trainer: `run.processor.processor` of its host."""
 
 
 class SwapRecord(Record):

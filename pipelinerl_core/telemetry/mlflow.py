@@ -470,7 +470,7 @@ def _logged_step(tag: str) -> LoggedStep:
     try:
         return LoggedStep(**json.loads(tag))
     except (ValueError, TypeError):
-        return NO_STEP  # no tag: MLflow has no step yet, or an earlier release wrote the steps
+        return NO_STEP  # no tag: MLflow has no step yet
 
 
 def _reason(error: BaseException) -> str:

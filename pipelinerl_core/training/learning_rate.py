@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipelinerl_core.config.sections import RunConfig
-from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.training.optimizer import learning_rate
 
 _REFERENCE, _TOKENS = "ess_reference", "ess_tokens"
@@ -30,16 +29,11 @@ class LearningRate:
     def __init__(self, config: RunConfig) -> None:
         self._learner = config.learner
         self._num_steps = config.trainer.steps
-        # Runs that were recorded with an earlier revision have the ess_sequence of step 1 as the reference.
-        self._is_per_token = config.loss.revision > 2
         self._first: dict[str, float] = {}
 
     def at(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Metrics of the rate of a step, from the metrics of the step's data: train/learning_rate, and with
-        ess_scaling control/lr_factor, which the rate includes.
-
-        Raises ConfigError if the reference is neither set nor measured.
-        """
+        ess_scaling control/lr_factor, which the rate includes."""
         if step == 1:
             self._first = {
                 _REFERENCE: metrics["importance/ess_sequence"],
@@ -48,13 +42,8 @@ class LearningRate:
         rate = learning_rate(step, self._learner, self._num_steps)
         if not self._learner.ess_scaling:
             return {"train/learning_rate": rate}
-        reference = self._learner.ess_reference or self._first.get(_REFERENCE)
-        if reference is None:
-            raise ConfigError(
-                "learner.ess_scaling=true: the checkpoint has no effective sample size of step 1, because an earlier "
-                "version wrote it. Set learner.ess_reference, or start from step 1"
-            )
-        if self._is_per_token and not self._learner.ess_reference and _TOKENS in self._first:
+        reference = self._learner.ess_reference or self._first[_REFERENCE]
+        if not self._learner.ess_reference:
             reference **= metrics["importance/sequence_tokens"] / self._first[_TOKENS]
         factor = min(1.0, math.sqrt(metrics["importance/ess_sequence"] / reference))
         return {"train/learning_rate": rate * factor, "control/lr_factor": factor}

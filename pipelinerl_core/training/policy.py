@@ -119,7 +119,7 @@ def pack_loss(
     sums = replace(compute_loss(tokens, config), kl_teacher=kl_teacher)
     if values_N is None:
         return sums
-    if config.sequence_ratio_max and config.revision > 1:
+    if config.sequence_ratio_max:
         tokens = tokens.without_far_sequences(config.sequence_ratio_max)
     rewards_M = batch.advantages_N.index_select(0, batch.trained_M)
     squares_M = (values_N.index_select(0, batch.trained_M) - rewards_M).square()

@@ -239,14 +239,14 @@ def test_an_exchange_opens_with_a_role_and_a_plain_name(channel, command):
 
 
 def test_another_schema_is_refused_by_name(channel):
-    newer = ROLLOUT_SCHEMA.with_metadata({**ROLLOUT_SCHEMA.metadata, b"schema_version": b"2.0"})
+    newer = ROLLOUT_SCHEMA.with_metadata({**ROLLOUT_SCHEMA.metadata, b"schema_version": b"3"})
     client, writer, reader = raw_exchange(channel.server.url, newer)
     rollouts = build_group(0, group_id=1)
     batch = pa.RecordBatch.from_arrays(encode_rollouts("run", rollouts).columns, schema=newer)
     message = group_message(rollouts).model_copy(update={"id": 5}).model_dump_json().encode()
     answer = refusal(writer, reader, message, batch)
     assert (answer["kind"], answer["re"], answer["code"]) == ("refused", 5, "schema")
-    assert "'2.0' cannot be read" in answer["detail"]
+    assert "'3' cannot be read" in answer["detail"]
     leave(client, writer, reader)
 
 

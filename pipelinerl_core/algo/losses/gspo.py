@@ -15,11 +15,8 @@ def gspo(tokens: TrainedTokens, config: GspoLoss) -> LossSums:
     of this token. With equal advantages in a rollout this gradient equals GSPO's. With different advantages (of
     turns, values or a teacher) the gradient of the mean would change the terms of all tokens equally, and so credit
     every token with the mean advantage of the rollout.
-
-    Revision 2 took the mean unless loss.advantage is turn or value, revision 1 unless it is turn.
     """
     log_ratio_M = tokens.sequence_means(tokens.log_ratio_M)
-    if config.revision > 2 or config.advantage == "turn" or (config.advantage == "value" and config.revision > 1):
-        log_ratio_M = log_ratio_M.detach() + (tokens.log_ratio_M - tokens.log_ratio_M.detach())
+    log_ratio_M = log_ratio_M.detach() + (tokens.log_ratio_M - tokens.log_ratio_M.detach())
     values_M, is_clipped_M = surrogate(log_ratio_M.exp(), tokens.advantages_M, config)
     return tokens.sums(-values_M, is_clipped_M)

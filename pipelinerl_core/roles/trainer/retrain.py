@@ -120,8 +120,7 @@ def _check_base(store: ObjectStore, learner: Learner, commits: dict[int, str]) -
 def inexact_steps(store: ObjectStore, commits: dict[int, str], config: RunConfig) -> list[int]:
     """Steps that cannot be repeated to the last bit: of another arithmetic or processor, and on a GPU all steps.
 
-    On a GPU the order in which gradients of attention are summed is not defined. Records of older versions lack the
-    processor, which may have been another one; still older records lack the arithmetic, which counts as the same.
+    On a GPU the order in which gradients of attention are summed is not defined.
     """
     if model_device(config).type == "cuda":
         return sorted(commits)
@@ -129,7 +128,7 @@ def inexact_steps(store: ObjectStore, commits: dict[int, str], config: RunConfig
     inexact = {
         record.epoch
         for record in read_epochs(store)
-        if record.arithmetic not in ({}, arithmetic) or record.processor != processor()
+        if record.arithmetic != arithmetic or record.processor != processor()
     }
     return [step for step, key in commits.items() if parse_commit_key(key)[1] in inexact]
 

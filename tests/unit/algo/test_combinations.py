@@ -56,7 +56,7 @@ ERRORS = [
     (LOSSES["icepop"], "(ratio_M < config.ratio_min) | ", ""),
     (LOSSES["dppo"], " * tokens.advantages_M.sign()", ""),
     (LOSSES["dppo"], "ratio_M.clamp(max=config.ratio_max)", "ratio_M"),
-    (LOSSES["gspo"], "config.revision > 2 or ", ""),
+    (LOSSES["gspo"], "log_ratio_M.detach() + (tokens.log_ratio_M - tokens.log_ratio_M.detach())", "log_ratio_M"),
     (LOSSES["gspo"], "tokens.sequence_means(tokens.log_ratio_M)", "tokens.log_ratio_M"),
     (surrogate, "torch.minimum", "torch.maximum"),
     (surrogate, "(advantages_M < 0) & ", "(advantages_M > 0) & "),

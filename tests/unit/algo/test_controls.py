@@ -11,7 +11,6 @@ from pipelinerl_core.algo.losses import LOSSES, compute_loss, select
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config import build_config
-from pipelinerl_core.config.load import stored_config
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.telemetry.metrics import step_metrics
@@ -146,13 +145,6 @@ def test_a_truncated_completion_needs_no_backward_pass():
     rows = assemble_rows(1, [truncated_group()], build_config({"loss": {"overlong_filtering": True}})).rows
     packs = list(PackBatcher(1000, skips_backward=True).rows(rows))
     assert [(pack.row_S.tolist(), pack.needs_backward) for pack in packs] == [([1, 0], True), ([2], False)]
-
-
-def test_a_run_from_before_the_controls_has_none():
-    config = stored_config({"loss": {"kind": "grpo"}})
-    loss, learner = config.loss, config.learner
-    assert (loss.negative_kl_max, loss.kl_weighted, loss.overlong_filtering) == (0.0, False, False)
-    assert (learner.ess_scaling, learner.ess_reference) == (False, 0.0)
 
 
 @pytest.mark.parametrize(

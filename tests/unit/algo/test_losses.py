@@ -1,7 +1,6 @@
 """Losses and importance weights: numbers by hand, a second implementation, and what must not reach them."""
 
 import math
-from itertools import product
 
 import numpy as np
 import pytest
@@ -344,19 +343,14 @@ def test_the_entropy_of_trained_tokens_is_a_bonus_by_their_weight(kind):
 @pytest.mark.parametrize("kind", LOSSES)
 def test_every_loss_credits_each_token_with_its_own_advantage(kind):
     # On policy, one rollout of two tokens with A = (0.1, 0.9), weight 1/4: the gradient is -0.25 * A at each token.
-    # With the gradient of the mean log ratio, it is -0.25 * (0.1 + 0.9) / 2 = -0.125 at both.
     config = type(BY_HAND[kind][0])(advantage="value")
     logprobs, ones = torch.tensor([-1.0, -2.0]), torch.ones(2)
-    gradients = []
-    for advantage, revision in product(("value", "standardized"), (3, 2, 1)):
+    for advantage in ("value", "standardized"):
         trainer = logprobs.clone().requires_grad_()
-        studied = config.model_copy(update={"advantage": advantage, "revision": revision})
+        studied = config.model_copy(update={"advantage": advantage})
         columns = (trainer, logprobs, torch.tensor([0.1, 0.9]), 0.25 * ones, ones.bool(), torch.zeros(2).long())
         compute(studied, *columns).loss.backward()
-        gradients.append(trainer.grad.tolist())
-    by_token, by_mean = [-0.025, -0.225], [-0.125, -0.125] if kind == "gspo" else [-0.025, -0.225]
-    for gradient, wanted in zip(gradients, [by_token, by_token, by_mean, by_token, by_mean, by_mean], strict=True):
-        assert gradient == pytest.approx(wanted)
+        assert trainer.grad.tolist() == pytest.approx([-0.025, -0.225])
 
 
 def test_the_default_range_of_gspo_is_wider_than_the_noise_of_bfloat16():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pipelinerl_core.algo.losses import LOSSES
+from pipelinerl_core.algo.losses.surrogate import surrogate
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher, collate
 from pipelinerl_core.config import load_config
@@ -195,13 +196,19 @@ def test_the_ratio_of_gspo_stays_that_of_the_rollout():
     assert sums.clipped.item() == 0
 
 
-def test_with_equal_advantages_in_a_rollout_the_gradient_of_gspo_is_that_of_the_mean():
+def of_the_mean(tokens, config):
+    """GSPO with the gradient of the mean log ratio (arXiv:2507.18071, equation 5)."""
+    values_M, is_clipped_M = surrogate(tokens.sequence_means(tokens.log_ratio_M).exp(), tokens.advantages_M, config)
+    return tokens.sums(-values_M, is_clipped_M)
+
+
+def test_with_equal_advantages_in_a_rollout_the_gradient_of_gspo_is_that_of_the_mean(monkeypatch):
     rng = np.random.default_rng(3)
     rollouts = [turned(index, (), float(rng.random()), int(rng.integers(2, 9))) for index in range(6)]
     found = []
-    for revision in (2, 3):
-        changes = ("loss.kind=gspo", "loss.clip_low=1e-3", "loss.clip_high=0.1", f"loss.revision={revision}")
-        loss = load_config("quickstart", changes).loss
+    loss = load_config("quickstart", ("loss.kind=gspo", "loss.clip_low=1e-3", "loss.clip_high=0.1")).loss
+    for kind in (of_the_mean, LOSSES["gspo"]):
+        monkeypatch.setattr("pipelinerl_core.algo.losses.LOSSES", {**LOSSES, "gspo": kind})
         batch = collate(recorded(rows_of(config(loss=loss), rollouts)), range(6))
         noise = torch.linspace(-0.3, 0.35, len(batch.target_ids_N))
         found.append(gradients(batch, loss, trainer_logprobs_N=batch.rollout_logprobs_N + noise))

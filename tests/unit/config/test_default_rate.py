@@ -6,7 +6,7 @@ import pytest
 
 from pipelinerl_core.config import build_config, load_config
 from pipelinerl_core.config.known_models import KNOWN_MODELS
-from pipelinerl_core.config.load import override_config, stored_config
+from pipelinerl_core.config.load import override_config
 from pipelinerl_core.errors import ConfigError
 
 
@@ -43,9 +43,9 @@ def test_a_rate_of_ones_own_and_the_rates_of_presets_stay():
 def test_a_stored_run_keeps_the_choice_also_with_another_model():
     stored = build_config({"model": {"path": "Qwen/Qwen2.5-7B"}}).model_dump(mode="json")
     assert stored["learner"]["lr"] == 1e-6
-    assert stored_config(stored).learner.lr == 1e-6
-    assert override_config(stored_config(stored), ["model.path=builtin:sums"]).learner.lr == 1e-6
-    again = override_config(stored_config(stored), ["model.path=builtin:sums", "learner.lr=auto", "model.dtype=auto"])
+    assert build_config(stored).learner.lr == 1e-6
+    assert override_config(build_config(stored), ["model.path=builtin:sums"]).learner.lr == 1e-6
+    again = override_config(build_config(stored), ["model.path=builtin:sums", "learner.lr=auto", "model.dtype=auto"])
     assert (again.learner.lr, again.model.dtype != "auto") == (1e-4, True)
 
 

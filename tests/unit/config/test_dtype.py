@@ -3,7 +3,7 @@
 import pytest
 
 from pipelinerl_core.config import build_config, dtype
-from pipelinerl_core.config.load import override_config, stored_config
+from pipelinerl_core.config.load import override_config
 from pipelinerl_core.errors import ConfigError
 
 
@@ -52,7 +52,7 @@ def test_a_stored_run_and_its_resume_keep_the_choice(monkeypatch):
     host(monkeypatch, cpu=True, gpu=None)
     stored = build_config({"model": {"dtype": "auto"}}).model_dump(mode="json")
     host(monkeypatch, cpu=False, gpu=None)
-    assert override_config(stored_config(stored), ["trainer.ranks=2"]).model.dtype == "bfloat16"
+    assert override_config(build_config(stored), ["trainer.ranks=2"]).model.dtype == "bfloat16"
 
 
 def test_rules_between_sections_apply_to_the_choice(monkeypatch):

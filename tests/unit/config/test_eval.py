@@ -3,7 +3,6 @@
 import pytest
 
 from pipelinerl_core.config import load_config
-from pipelinerl_core.config.load import stored_config
 from pipelinerl_core.errors import ConfigError
 
 
@@ -103,14 +102,6 @@ def test_only_the_engine_that_evaluates_reserves_memory_for_longer_completions()
     assert (longer.longest_completion, longer.for_evaluation.longest_completion) == (80, 200)
     assert load_config("quickstart", ["eval.max_tokens=200", "eval.on=actors"]).longest_completion == 200
     assert load_config("quickstart", ["eval.max_tokens=20", "eval.on=actors"]).longest_completion == 80
-
-
-def test_runs_from_before_the_key_are_evaluated_at_temperature_1():
-    values = load_config("quickstart", ["rollouts.temperature=0.7"]).model_dump(mode="json")
-    assert stored_config(values).for_evaluation.rollouts.temperature == 0.7
-    for key in ("temperature", "top_p", "max_tokens"):
-        del values["eval"][key]
-    assert stored_config(values).for_evaluation.rollouts.temperature == 1.0
 
 
 @pytest.mark.parametrize(

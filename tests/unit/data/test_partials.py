@@ -5,7 +5,6 @@ import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,22 +29,12 @@ from pipelinerl_core.types import (
 )
 from tests.builders import partial_row as row
 from tests.fakes import MemoryStore
-from tests.unit.data.rollout_case import COMPONENTS
 
 
 def assert_same(found, expected):
     for name in PartialRow.__dataclass_fields__:
         left, right = getattr(found, name), getattr(expected, name)
         assert np.array_equal(left, right) if isinstance(right, np.ndarray) else left == right, name
-
-
-@pytest.mark.parametrize(("version", "components"), [("v1.1", ()), ("v1.2", ()), ("v1.3", COMPONENTS)])
-def test_the_golden_log_of_every_version_still_reads(version, components):
-    path = Path(__file__).parents[2] / "golden" / f"partials_{version}.arrow"
-    (batch,) = from_segment(path.read_bytes(), path.name)
-    ended = row(0, 4, index=1, **ENDED, reward_components=components)
-    for found, expected in zip(decode_partials(batch), [row(2, 3), ended], strict=True):
-        assert_same(found, expected)
 
 
 def log(store, actor="a", epoch=1):

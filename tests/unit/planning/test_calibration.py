@@ -81,7 +81,7 @@ def test_a_recorded_run_gives_speeds_and_a_prediction(recorded):
     assert found.work.prompt_tokens == 10
     assert 0.001 < found.speeds.decode_seconds(48) < 0.1
     assert found.speeds.decode_seconds(0) == 0
-    assert 0.05 < found.speeds.train_seconds(1500) < 0.5
+    assert 0.005 < found.speeds.train_seconds(1500) < 0.5
     assert found.measured.steps_per_second > 1
     work = found.work
     assert 0 < work.commit_seconds < 0.5

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from pipelinerl_core.config import build_config, stored_config
+from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.prompts.split import is_held_out, prompt_id
@@ -63,17 +63,6 @@ def test_a_share_holds_out_the_prompts_whose_hash_is_below_and_at_least_one(tmp_
         ids = {prompt_id("rows.jsonl", row["prompt"]) for row in ROWS}
         assert chosen == {identity for identity in ids if is_held_out(identity, share)}
     assert len(source(path, held_out_share=1e-9).held_out(400)) == 1
-
-
-def test_a_stored_run_from_before_the_share_keeps_its_held_out_prompts(tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", ROWS[:50])
-    values = build_config({"prompts": {"kind": "file", "path": str(path)}}).model_dump(mode="json")
-    assert stored_config(values).prompts.held_out_share == 0
-    del values["prompts"]["held_out_share"]
-    assert stored_config(values).prompts.held_out_share == 0.05
-    held_out = build_source(stored_config(values)).held_out(400)
-    assert 0 < len(held_out) < 10
-    assert all(is_held_out(prompt.prompt_id, 0.05) for prompt in held_out)
 
 
 def test_a_held_out_file_is_evaluated_and_its_prompts_are_not_trained_on(tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.flows.cli.training import summary
-from pipelinerl_core.config import stored_config
+from pipelinerl_core.config import build_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.report import charts, figures
 from pipelinerl_core.report.facts import collect
@@ -214,7 +214,7 @@ def test_a_run_of_equal_rewards_begins_with_that_and_shows_a_completion_beside_i
     )
     assert (
         report["equal_reward_example"]["reference"]
-        == build_source(stored_config(run.config)).prompt(20).task["answer"]
+        == build_source(build_config(run.config)).prompt(20).task["answer"]
     )
     assert "reward.kind=last_number scores" in report["equal_reward_example"]["other rewards"]
     page = store.get(REPORT_HTML_KEY).decode()

@@ -96,7 +96,7 @@ RECORDS = {
 def damaged(record: Record, damage: str, number: str) -> bytes:
     values = record.model_dump(mode="json")
     if damage == "another format":
-        return json.dumps({"format_version": 2, "all": "else"}).encode()
+        return json.dumps({"format_version": 1, "all": "else"}).encode()
     if damage == "no JSON":
         return json.dumps(values).encode()[:-1]
     return json.dumps({**values, number: {"a/1": -2} if isinstance(values[number], dict) else -1e300}).encode()
@@ -111,7 +111,7 @@ def store(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        ("another format", "has format_version 2; this version of pipelinerl reads 1"),
+        ("another format", "has format_version 1; this version of pipelinerl reads 2"),
         ("no JSON", "is not a valid {model}: not JSON, EOF while parsing"),
         ("out of range", "is not a valid {model}: {number}"),
     ],
@@ -144,8 +144,8 @@ def test_bytes_that_are_no_record_at_all_are_one_line(store, data):
 
 def test_a_drain_request_and_a_role_that_cannot_be_read_are_named_in_the_log_and_ignored(store, caplog):
     for key in (CONTROL_KEY, role_key("actor", "a")):
-        put_record(store, key, RECORDS[key][0].model_copy(update={"format_version": 2}))
+        put_record(store, key, RECORDS[key][0].model_copy(update={"format_version": 1}))
     assert not wants_drain(store)
     assert live_roles(store) == []
-    assert "control.json has format_version 2" in caplog.text
-    assert "roles/actor-a.json has format_version 2" in caplog.text
+    assert "control.json has format_version 1" in caplog.text
+    assert "roles/actor-a.json has format_version 1" in caplog.text

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from pipelinerl_core.config import build_config
-from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.training.learning_rate import LearningRate
 from tests.unit.training.learner_case import config, learner_of, rows_of, tiny_model
 
@@ -39,9 +38,6 @@ def test_the_reference_is_part_of_a_checkpoint_also_without_the_control():
     later = rate_of(ess_scaling=True)
     later.load_state({"version": 1, **first.state()})
     assert later.at(2, figures(0.16))["control/lr_factor"] == pytest.approx(0.5)
-    later.load_state({"version": 7})  # a checkpoint of an earlier version
-    with pytest.raises(ConfigError, match=r"no effective sample size of step 1.* Set learner\.ess_reference"):
-        later.at(8, figures(0.16))
 
 
 def test_the_reference_grows_with_the_length_of_the_rollouts():
@@ -67,16 +63,6 @@ def test_noise_of_bfloat16_on_long_rollouts_does_not_lower_the_rate():
     rate = rate_of(ess_scaling=True)
     rate.at(1, on_policy(300.0))
     assert np.mean([rate.at(step, on_policy(880.0))["control/lr_factor"] for step in range(2, 40)]) > 0.96
-
-
-def test_a_run_from_before_revision_3_keeps_the_reference_of_step_1():
-    old = LearningRate(
-        build_config({"learner": {"lr": 0.01, "warmup_steps": 0, "ess_scaling": True}, "loss": {"revision": 2}})
-    )
-    old.at(1, figures(0.8, 100.0))
-    assert old.at(2, figures(0.2, 300.0))["control/lr_factor"] == pytest.approx(0.5)
-    old.load_state({"version": 1, "ess_reference": 0.8})  # as that release wrote it
-    assert old.at(2, figures(0.2, 300.0))["control/lr_factor"] == pytest.approx(0.5)
 
 
 def started(**learner):

@@ -239,4 +239,4 @@ def test_the_records_are_json_that_other_tools_read():
     run = context()
     with monitored(run, "hub", "hub"):
         record_of(run.store, "hub", "hub")
-        assert json.loads(run.store.get("roles/hub-hub.json"))["format_version"] == 1
+        assert json.loads(run.store.get("roles/hub-hub.json"))["format_version"] == 2
