@@ -1,4 +1,4 @@
-"""Some twenty faults at random moments, about half over local disk and half over S3; `make chaos` has two hundred."""
+"""Sixteen faults at random moments, half over local disk and half over S3; `make chaos` has two hundred."""
 
 import pytest
 
@@ -6,18 +6,14 @@ from tests.chaos.campaign import run_campaign
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-# Every kind of fault once, apart from two that a stopped hub and a killed actor stand for as well, and from the store
-# outage, which takes minutes.
 CAMPAIGNS = {
     "file": [
-        "kill trainer", "clock an hour ahead", "segments damaged", "kill reward worker", "Prefect away", "kill hub",
-        "log damaged", "checkpoint damaged", "disk full", "bare connections", "stop actor", "kill flow",
-        "listing fails", "foreign file", "bit flip in a batch before compaction",
+        "clock an hour ahead", "segments damaged", "kill hub", "checkpoint damaged", "disk full", "kill flow",
+        "listing fails", "bit flip in a batch before compaction",
     ],
     "s3": [
-        "kill actor", "store 503", "stop hub", "MLflow away", "store torn", "kill trainer", "store slow",
-        "weights damaged", "store full", "stop trainer", "second trainer", "clock an hour behind",
-        "listing fails", "foreign file", "proxy answers HTML",
+        "kill actor", "store 503", "MLflow away", "store torn", "kill trainer", "second trainer", "foreign file",
+        "proxy answers HTML",
     ],
 }  # fmt: skip
 

@@ -25,7 +25,7 @@ from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.integration.pipeline import TOKEN, committed_steps, make_run, role
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.campaign]
 
 STEPS = 60
 NUM_PROMPTS = 4_000

@@ -1,4 +1,7 @@
-"""Every preset runs with --tiny: three steps with its engine, learner, transport and adapters, on a CPU."""
+"""Every preset runs with --tiny: three steps with its engine, learner, transport and adapters, on a CPU.
+
+`make campaigns` runs the presets whose engine, learner and transport another preset or test has too.
+"""
 
 import json
 import os
@@ -21,7 +24,13 @@ def environment(tmp_path_factory):
     return {**inherited, **caches, "HF_HUB_OFFLINE": "1"}
 
 
-@pytest.mark.parametrize("preset", preset_names())
+COVERED = {"quickstart", "smollm2", "dapo-1.5b-1gpu"}
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [pytest.param(name, marks=[pytest.mark.campaign] if name in COVERED else []) for name in preset_names()],
+)
 def test_a_preset_runs_to_its_end_with_tiny(tmp_path, environment, preset):
     command = [
         sys.executable,
