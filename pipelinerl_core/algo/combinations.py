@@ -19,8 +19,8 @@ from pipelinerl_core.errors import ConfigError
 
 AXES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "loss.kind": tuple(variants("loss")),
-        "loss.advantage": get_args(AdvantageKind),
+        "loss.kind": tuple(kind for kind in variants("loss") if kind != "custom"),
+        "loss.advantage": tuple(kind for kind in get_args(AdvantageKind) if kind != "custom"),
         "loss.normalization": get_args(Normalization),
         "schedule.stale": get_args(ScheduleConfig.model_fields["stale"].annotation),
         "rollouts.filter_zero_variance": (False, True),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipelinerl_core.algo.advantages import ADVANTAGES, per_turn
+from pipelinerl_core.algo.own import ScoredRollout, own_advantages
 from pipelinerl_core.algo.shaping import overlong_penalty
 from pipelinerl_core.algo.staleness import live_mask
 from pipelinerl_core.algo.weighting import loss_weights
@@ -72,10 +73,23 @@ def assemble_rows(step: int, groups: Sequence[Sequence[Rollout]], config: RunCon
 def _advantages(group: Sequence[Rollout], config: RunConfig) -> list[tuple[float, ...]]:
     """For each rollout one advantage, or one per turn."""
     rewards = _rewards(group, config)
+    if config.loss.advantage == "custom":
+        return own_advantages(list(map(_scored, group, rewards)), config.loss)
     if config.loss.advantage == "turn":
         turn_rewards = [rollout.turn_rewards for rollout in group]
         return per_turn(rewards, [rollout.num_turns for rollout in group], turn_rewards)
     return [(advantage,) for advantage in ADVANTAGES[config.loss.advantage](rewards)]
+
+
+def _scored(rollout: Rollout, reward: float) -> ScoredRollout:
+    return ScoredRollout(
+        reward=reward,
+        components=dict(rollout.reward_components),
+        turn_rewards=rollout.turn_rewards,
+        num_turns=rollout.num_turns,
+        num_tokens=rollout.num_tokens,
+        is_truncated=rollout.finish_reason is FinishReason.LENGTH,
+    )
 
 
 def _filtered(rollout: Rollout, weight: float, config: RunConfig) -> float:

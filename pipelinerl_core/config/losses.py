@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from pipelinerl_core.config.section import Section
 
 Normalization = Literal["token", "sequence", "prompt", "constant"]
-AdvantageKind = Literal["leave_one_out", "group_mean", "standardized", "turn", "value"]
+AdvantageKind = Literal["leave_one_out", "group_mean", "standardized", "turn", "value", "custom"]
 
 
 class _Loss(Section):
@@ -22,8 +22,14 @@ class _Loss(Section):
     advantage: AdvantageKind = "leave_one_out"
     """Advantage of a rollout: its reward minus a baseline. leave_one_out: mean reward of the other rollouts of the
     group; group_mean: mean of the group; standardized: group_mean, divided by the group's standard deviation; turn:
-    per turn, mean of the other rollouts that reached the turn; value: per token, the estimate of a value head. The
-    default depends on loss.kind."""
+    per turn, mean of the other rollouts that reached the turn; value: per token, the estimate of a value head;
+    custom: loss.advantage_function. The default depends on loss.kind."""
+    advantage_function: str = ""
+    """loss.advantage=custom: FILE.py:FUNCTION or package.module:FUNCTION, a function of the rollouts of a group that
+    returns an advantage, or one per turn, for each rollout (docs/algorithms.md). The run stores a copy of
+    the file."""
+    advantage_options: dict[str, Any] = Field({})
+    """Keyword arguments of loss.advantage_function. Example: loss.advantage_options.floor=0.1."""
     value_coefficient: float = Field(0.1, gt=0)
     """loss.advantage=value: weight of the value head's squared error in the loss."""
     entropy_bonus: float = Field(0.0, ge=0)
@@ -56,12 +62,19 @@ class _Loss(Section):
     reward_coefficient: float = Field(1.0, ge=0)
     """loss.teacher: weight of the reward's advantage beside the teacher; 0: the teacher alone."""
 
+    @property
+    def own_functions(self) -> dict[str, str]:
+        """Key -> location of each function of the user."""
+        named = {"loss.function": getattr(self, "function", ""), "loss.advantage_function": self.advantage_function}
+        return {key: location for key, location in named.items() if location}
+
 
 class ReinforceLoss(_Loss):
     """REINFORCE with a truncated importance ratio."""
 
     kind: Literal["reinforce"] = "reinforce"
-    """Objective: reinforce, cispo, ppo, grpo, dr_grpo, dapo, gspo, icepop, decoupled_ppo or dppo."""
+    """Objective: reinforce, cispo, ppo, grpo, dr_grpo, dapo, gspo, icepop, decoupled_ppo, dppo, or
+    custom."""
     ratio_max: float = Field(5.0, gt=0)
     """Upper limit of a token's importance ratio (larger ratios are truncated; kind=icepop: leaves the token out).
     Lower to reduce variance, raise to reduce bias."""
@@ -158,6 +171,20 @@ class DppoLoss(_Loss):
     ratio_max: float = Field(20.0, ge=1)
 
 
+class CustomLoss(_Loss):
+    """A loss of your own: a function in a file or a module."""
+
+    kind: Literal["custom"] = "custom"
+    function: str
+    """FILE.py:FUNCTION or package.module:FUNCTION, a function of the trained tokens that returns one term per token
+    (docs/algorithms.md). The run stores a copy of the file."""
+    options: dict[str, Any] = Field({})
+    """Keyword arguments of loss.function. Example: loss.options.beta=0.3."""
+    skips_zero_advantage: bool = False
+    """A token of advantage 0 has no gradient: rollouts of equal rewards need no backward pass and may be filtered.
+    Checked before the start."""
+
+
 def _kind(value: Any) -> Any:
     return value.get("kind", "reinforce") if isinstance(value, dict) else getattr(value, "kind", None)
 
@@ -172,11 +199,12 @@ LossConfig = Annotated[
     | Annotated[GspoLoss, Tag("gspo")]
     | Annotated[IcepopLoss, Tag("icepop")]
     | Annotated[DecoupledPpoLoss, Tag("decoupled_ppo")]
-    | Annotated[DppoLoss, Tag("dppo")],
+    | Annotated[DppoLoss, Tag("dppo")]
+    | Annotated[CustomLoss, Tag("custom")],
     Discriminator(
         _kind,
         custom_error_type="loss_kind",
         custom_error_message="no such loss.kind: there are reinforce, cispo, ppo, grpo, dr_grpo, dapo, gspo, icepop, "
-        "decoupled_ppo, dppo",
+        "decoupled_ppo, dppo, custom",
     ),
 ]

@@ -285,12 +285,36 @@ def _loss_problem(config: "RunConfig") -> str | None:
             f"loss.value_coefficient={config.loss.value_coefficient:g} is not used with loss.advantage="
             f"{config.loss.advantage}. Set loss.advantage=value, or remove loss.value_coefficient"
         )
-    if config.rollouts.filter_zero_variance and config.other_term:
+    term = "loss.advantage=custom" if config.loss.advantage == "custom" else config.other_term
+    if config.rollouts.filter_zero_variance and term:
         return (
             "rollouts.filter_zero_variance=true discards groups of equal rewards, which have a gradient with "
-            f"{config.other_term}. Set rollouts.filter_zero_variance=false, or change {config.other_term}"
+            f"{term}. Set rollouts.filter_zero_variance=false, or change {term}"
         )
+    return _own_objective_problem(config)
+
+
+def _own_objective_problem(config: "RunConfig") -> str | None:
+    loss = config.loss
+    if loss.advantage == "custom" and not loss.advantage_function:
+        return "loss.advantage=custom: loss.advantage_function is not set. Set it to FILE.py:FUNCTION"
+    if loss.advantage != "custom" and (loss.advantage_function or loss.advantage_options):
+        return (
+            f"loss.advantage_function and loss.advantage_options are not used with loss.advantage={loss.advantage}. "
+            "Set loss.advantage=custom, or remove them"
+        )
+    for key, location in loss.own_functions.items():
+        if not _names_function(location):
+            return (
+                f"{key}={location}: names no function. Write FILE.py:FUNCTION, for example my_loss.py:loss, or "
+                "package.module:FUNCTION"
+            )
     return None
+
+
+def _names_function(location: str) -> bool:
+    place, _, name = location.rpartition(":")
+    return name.isidentifier() and (place.endswith(".py") or place.replace(".", "").isidentifier())
 
 
 def _overlong_problem(config: "RunConfig") -> str | None:
@@ -304,7 +328,6 @@ def _overlong_problem(config: "RunConfig") -> str | None:
 
 def _reward_problem(config: "RunConfig") -> str | None:
     reward = config.reward
-    location, _, name = reward.function.rpartition(":")
     if not reward.function:
         if reward.network or reward.environment or (reward.weights and not config.environment.path):
             return (
@@ -312,7 +335,7 @@ def _reward_problem(config: "RunConfig") -> str | None:
                 "Set reward.function too, or environment.path and the keys of its section"
             )
         return _weights_of_reward_problem(config)
-    if not name.isidentifier() or not (location.endswith(".py") or location.replace(".", "").isidentifier()):
+    if not _names_function(reward.function):
         return (
             f"reward.function={reward.function}: names no function. Write FILE.py:FUNCTION, for example "
             "my_rewards.py:score, or package.module:FUNCTION"

@@ -678,6 +678,8 @@ class RunConfig(Section):
         """The setting of a term of the loss that is no multiple of the advantage: such a term has a gradient also in
         rollouts of equal rewards. Empty without such a term."""
         loss = self.loss
+        if not getattr(loss, "skips_zero_advantage", True):
+            return "loss.skips_zero_advantage=false"
         if loss.advantage == "value":
             return "loss.advantage=value"
         if loss.teacher:

@@ -32,11 +32,12 @@ def verifier_name(config: RunConfig) -> str:
     return reward
 
 
-def code_file(config: RunConfig) -> Path | None:
-    """The file that reward.function or environment.path names, relative to the working directory; None for a module
-    or neither."""
-    location = (_scoring_environment(config) or config.reward.function).rpartition(":")[0]
-    return Path(location).expanduser() if location.endswith(".py") else None
+def scored_by(config: RunConfig) -> tuple[str, str]:
+    """(key, location) of the user's function or environment that scores the rollouts; the location is empty without
+    it."""
+    if own := _scoring_environment(config):
+        return "environment.path", own
+    return "reward.function", config.reward.function
 
 
 def _scoring_environment(config: RunConfig) -> str:

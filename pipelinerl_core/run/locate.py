@@ -19,7 +19,7 @@ from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.history import read_epochs
 from pipelinerl_core.run.hub_status import HubWatch, is_descendant, process_lives, refuse_second_hub
 from pipelinerl_core.run.records import RUN_KEY, RunRecord
-from pipelinerl_core.run.user_code import store_code
+from pipelinerl_core.run.user_code import installed_packages, store_code
 from pipelinerl_core.storage.object_store import open_store
 
 ROOT_VARIABLE = "PIPELINERL_ROOT"
@@ -107,8 +107,8 @@ def create_run(url: str, config: RunConfig, *, flow_run_id: str, mlflow: MlflowR
         flow_run_id=flow_run_id,
         mlflow_run_id=mlflow.run_id if mlflow else None,
         mlflow_uri=mlflow.uri if mlflow else None,
-        reward_sha256=code.pop("", None),
-        part_sha256=code,
+        code=code,
+        packages=installed_packages(config),
     )
     try:
         store.put(RUN_KEY, record.model_dump_json(indent=2).encode(), create_only=True)

@@ -217,14 +217,11 @@ class RunRecord(Record):
     flow_run_id: str | None = None
     mlflow_run_id: str | None = None
     mlflow_uri: str | None = None
-    reward_sha256: str | None = None
-    """The file of reward.function or environment.path, stored as `code_key`; None without such a file."""
-    part_sha256: dict[str, str] = {}
-    """Part of a mixture -> the same of the part; without parts that have no such file."""
-
-    def code_sha256(self, part: str) -> str | None:
-        """The file of a part of the mixture, or of the run (part "")."""
-        return self.part_sha256.get(part) if part else self.reward_sha256
+    code: dict[str, str] = {}
+    """sha256 of each file of the user, stored as `code_key`. "": of reward.function or environment.path; the name of
+    a part of a mixture: the same of the part; loss.function, loss.advantage_function."""
+    packages: dict[str, str] = {}
+    """The same names -> distribution and version of a module that is installed instead of a file."""
 
 
 class EpochRecord(Record):

@@ -50,7 +50,7 @@ def _imported(location: str, kind: str) -> ModuleType:
         return import_module(location)
     except ModuleNotFoundError as error:
         raise Invalid(
-            f"no module named {error.name}. Install the module on every host that runs actors, or name a file: "
+            f"no module named {error.name}. Install the module on every host of the run, or name a file: "
             f"FILE.py:{kind.upper()}"
         ) from None
 
@@ -65,7 +65,7 @@ def _executed(file_name: str, code: str) -> ModuleType:
     except ModuleNotFoundError as error:
         raise Invalid(
             f"{file_name} imports {error.name}, which is not installed. The run stores {file_name} alone: install "
-            "other modules on every host that runs actors"
+            "other modules on every host of the run"
         ) from None
     return module
 

@@ -26,7 +26,7 @@ from pipelinerl_core.config.model_path import PackagedModel, builtin_recipe, pac
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.locate import SHARED_MEMORY, local_directory
-from pipelinerl_core.run.user_code import local_code, stored_code
+from pipelinerl_core.run.user_code import local_code, read_local, stored_code
 from pipelinerl_core.storage.object_store import check_writable, open_store
 from pipelinerl_core.supervision.fit import check_fit
 from pipelinerl_core.supervision.gpus import check_gpus
@@ -101,6 +101,7 @@ def check_all(config: RunConfig, root: str, *, run: RunContext | None = None) ->
     fits = check_fit(config)
     facts = check_prompts(config)
     warnings = check_reward(config, run)
+    check_objective(config, run)
     check_model(config)
     warnings += fits if is_model_there else check_fit(config)
     check_space(config, root)
@@ -241,6 +242,17 @@ def check_reward(config: RunConfig, run: RunContext | None = None) -> list[str]:
         with naming(name):
             warnings += [f"mixture.{name}: {line}" if name else line for line in _check_part(part, name, run)]
     return warnings
+
+
+def check_objective(config: RunConfig, run: RunContext | None = None) -> None:
+    """A loss and a function of advantages of the user load and compute random tokens and rewards."""
+    own = config.loss.own_functions
+    if own:
+        code = {
+            key: read_local(key, location) if run is None else stored_code(run, key) for key, location in own.items()
+        }
+        given = {"config": config.model_dump(mode="json"), "code": code}
+        _check_in_child(next(iter(own)), "pipelinerl_core.tools.check_loss", given, REWARD_SECONDS + PROMPTS_SECONDS)
 
 
 def _check_part(config: RunConfig, name: str, run: RunContext | None) -> list[str]:

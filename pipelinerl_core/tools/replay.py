@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from pipelinerl_core.roles.runtime.process import RUN, Arguments, limit_threads, run_main
 from pipelinerl_core.roles.trainer.learners import open_learners
+from pipelinerl_core.roles.trainer.own_code import load_stored_functions
 from pipelinerl_core.roles.trainer.retrain import (
     ReplayedStep,
     inexact_steps,
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 def replay_run(url: str, first: int | None, last: int | None) -> Iterator[ReplayedStep]:
     """Replay steps first..last of a run (default: all) with the recorded settings. Raises ConfigError."""
     context = open_run(url)
+    load_stored_functions(context)
     commits = counted_commit_keys(context.store)
     begin, end = steps_to_replay(url, commits, first, last)
     with open_learners(url, context.config.trainer.ranks) as learners:

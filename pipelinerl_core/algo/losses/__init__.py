@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pipelinerl_core.algo.losses.cispo import cispo
+from pipelinerl_core.algo.losses.custom import custom
 from pipelinerl_core.algo.losses.decoupled import decoupled_ppo
 from pipelinerl_core.algo.losses.divergence import divergence
 from pipelinerl_core.algo.losses.dppo import dppo
@@ -36,7 +37,7 @@ LOSSES: Mapping[str, Callable[[TrainedTokens, Any], LossSums]] = MappingProxyTyp
         "dppo": dppo,
     }
 )
-"""loss.kind -> function of the trained tokens of a pack and of the section `loss` of that kind."""
+"""loss.kind -> function of the trained tokens of a pack and of the section `loss` of that kind; all but custom."""
 
 # A weight this close to 1 corrects nothing: engine and trainer round differently.
 _CORRECTED = 0.01
@@ -52,12 +53,13 @@ def compute_loss(tokens: TrainedTokens, config: LossConfig) -> LossSums:
     """
     if config.sequence_ratio_max:
         tokens = tokens.without_far_sequences(config.sequence_ratio_max)
+    compute = LOSSES.get(config.kind, custom)
     if config.negative_kl_max:
         kept = tokens.without_far_negatives(config.negative_kl_max)
         masked = (kept.loss_weights_M != tokens.loss_weights_M).sum()
-        sums = replace(LOSSES[config.kind](kept, config), negative_masked=masked)
+        sums = replace(compute(kept, config), negative_masked=masked)
     else:
-        sums = LOSSES[config.kind](tokens, config)
+        sums = compute(tokens, config)
     if config.entropy_bonus:
         bonus = (tokens.loss_weights_M * tokens.entropy_M).sum()
         sums = replace(sums, loss=sums.loss - config.entropy_bonus * bonus)

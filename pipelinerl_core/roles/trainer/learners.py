@@ -32,6 +32,7 @@ from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.lora import add_adapters, published_weights, share_frozen
 from pipelinerl_core.training.model import checkpoint_activations, load_model, load_reference
 from pipelinerl_core.training.out_of_memory import explain_out_of_memory
+from pipelinerl_core.training.own_functions import loaded_texts
 from pipelinerl_core.training.ranks import ALONE, Ranks
 from pipelinerl_core.weights.base import BaseWeights
 
@@ -88,7 +89,7 @@ class Learners:
         if self._channel is None:
             self._channel = self._start(config)
         with translate_rank_errors("loading of the model"), self._channel.command():
-            self._channel.send("build", config=config.model_dump(mode="json"))
+            self._channel.send("build", config=config.model_dump(mode="json"), code=loaded_texts())
             local, batcher = build_rank(config, self._ranks)
         return RankedLearner(local, self._channel, batcher)
 

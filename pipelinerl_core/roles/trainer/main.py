@@ -50,6 +50,7 @@ from pipelinerl_core.roles.trainer.adopt import adopt
 from pipelinerl_core.roles.trainer.already_done import is_already_done
 from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
 from pipelinerl_core.roles.trainer.learners import Spread, open_learners
+from pipelinerl_core.roles.trainer.own_code import load_stored_functions
 from pipelinerl_core.roles.trainer.rescoring import Rescored, Rescoring
 from pipelinerl_core.roles.trainer.watch import TrainerWatch
 from pipelinerl_core.run.context import RunContext
@@ -472,6 +473,7 @@ def train(context: RunContext, stop: threading.Event, monitor: RoleMonitor) -> N
     """
     if is_already_done(context, counted_commit_keys(context.store), stop):
         return
+    load_stored_functions(context)
     epoch, commits = take_over(context.store, context.config.arithmetic)
     if is_already_done(context, commits, stop):  # the previous trainer has committed in the meantime
         return

@@ -27,6 +27,7 @@ from pipelinerl_core.data.schema import BATCH_SCHEMA, ROLLOUT_SCHEMA
 from pipelinerl_core.errors import TrainingDiverged
 from pipelinerl_core.interfaces import Rescorer
 from pipelinerl_core.roles.trainer.rank_channel import NO_BYTES, Payload, RankChannel, translate_rank_errors
+from pipelinerl_core.training.own_functions import load_own_functions
 from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
 
 _T = TypeVar("_T")
@@ -128,7 +129,9 @@ def serve(channel: RankChannel, build: Callable[[RunConfig], tuple[RankLearner, 
         if command == "stop":
             return
         if command == "build":
-            learner, batcher = build(build_config(values["config"]))
+            config = build_config(values["config"])
+            load_own_functions(config.loss, values["code"])
+            learner, batcher = build(config)
         elif learner is None or batcher is None:
             raise ValueError(f"{command} before build")
         else:

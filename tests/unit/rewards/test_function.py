@@ -97,7 +97,7 @@ def test_code_without_the_function_is_refused(code, message):
 
 
 def test_a_module_that_is_not_installed_is_refused():
-    with pytest.raises(Invalid, match="Install the module on every host that runs actors"):
+    with pytest.raises(Invalid, match="Install the module on every host of the run"):
         RewardFunction({"function": "no_such.module:score", "code": None, "weights": {}, "has_network": False})
 
 

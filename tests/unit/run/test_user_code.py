@@ -51,7 +51,7 @@ def test_a_changed_copy_is_refused(run):
 def test_nothing_is_stored_without_a_file(tmp_path):
     for name, config in (("module", settings("a.module:score")), ("verifier", load_config("quickstart"))):
         run = create_run(run_url(str(tmp_path), name), config, flow_run_id="f", mlflow=None)
-        assert run.record.reward_sha256 is None
+        assert run.record.code == {}
         assert stored_code(run) is None
         assert run.store.list("code") == []
 

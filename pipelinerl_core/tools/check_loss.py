@@ -1,0 +1,108 @@
+"""Check a loss and a function of advantages of the user with random tokens and rewards.
+
+stdin: JSON, {"config": ..., "code": {key: text of its file or null}}. Exit code 2 and one line on stderr if a
+function cannot be used.
+"""
+
+import json
+import random
+import sys
+
+import torch
+
+from pipelinerl_core.algo.losses.custom import custom
+from pipelinerl_core.algo.losses.terms import TrainedTokens
+from pipelinerl_core.algo.own import ScoredRollout, own_advantages
+from pipelinerl_core.config import build_config
+from pipelinerl_core.config.losses import CustomLoss, LossConfig
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.training.own_functions import load_own_functions
+
+NUM_TOKENS = 24
+NUM_SEQUENCES = 3
+
+
+def check(config: LossConfig) -> None:
+    """Call the loaded functions. Raises ConfigError."""
+    if isinstance(config, CustomLoss):
+        _check_loss(config)
+    if config.advantage == "custom":
+        _check_advantages(config)
+
+
+def _check_loss(config: CustomLoss) -> None:
+    subject = f"loss.function={config.function}"
+    gradients = [_gradient(config, scale=1.0), _gradient(config, scale=1.0)]
+    if not torch.equal(*gradients):
+        raise ConfigError(
+            f"{subject}: two calls with the same tokens have different gradients, so that no step could be replayed. "
+            "Use no random numbers and no state"
+        )
+    if not gradients[0].any():
+        raise ConfigError(f"{subject}: no gradient reaches the tokens. Compute the terms from trainer_logprobs_M")
+    if config.skips_zero_advantage and _gradient(config, scale=0.0).any():
+        raise ConfigError(f"{subject}: tokens of advantage 0 have a gradient. Set loss.skips_zero_advantage=false")
+
+
+def _gradient(config: CustomLoss, *, scale: float) -> torch.Tensor:
+    """[M] gradient of the loss by the log-probabilities of random tokens; scale: of the advantages."""
+    tokens = random_tokens(scale)
+    loss = custom(tokens, config).loss
+    gradient = None
+    if loss.requires_grad:
+        (gradient,) = torch.autograd.grad(loss, tokens.trainer_logprobs_M, allow_unused=True)
+    if gradient is None:
+        gradient = torch.zeros(NUM_TOKENS)
+    if not loss.isfinite() or not gradient.isfinite().all():
+        raise ConfigError(f"loss.function={config.function}: loss or gradient of random tokens is not finite")
+    return gradient
+
+
+def random_tokens(scale: float = 1.0) -> TrainedTokens:
+    """The same NUM_TOKENS tokens of NUM_SEQUENCES sequences at each call; scale: of the advantages."""
+    generator = torch.Generator().manual_seed(0)
+    trainer_logprobs_M = -2 * torch.rand(NUM_TOKENS, generator=generator)
+    return TrainedTokens(
+        rollout_logprobs_M=trainer_logprobs_M + 0.3 * torch.randn(NUM_TOKENS, generator=generator),
+        trainer_logprobs_M=trainer_logprobs_M.requires_grad_(),
+        advantages_M=scale * torch.randn(NUM_TOKENS, generator=generator),
+        loss_weights_M=torch.full((NUM_TOKENS,), 1 / NUM_TOKENS),
+        entropy_M=torch.rand(NUM_TOKENS, generator=generator).requires_grad_(),
+        ref_logprobs_M=None,
+        sequence_M=torch.arange(NUM_TOKENS) * NUM_SEQUENCES // NUM_TOKENS,
+        num_sequences=NUM_SEQUENCES,
+        lags_M=torch.randint(0, 4, (NUM_TOKENS,), generator=generator),
+    )
+
+
+def _check_advantages(config: LossConfig) -> None:
+    rng = random.Random(0)
+    group = [
+        ScoredRollout(
+            reward=rng.random(), components={}, turn_rewards=(), num_turns=1, num_tokens=rng.randint(1, 50),
+            is_truncated=False,
+        )
+        for _ in range(4)
+    ]  # fmt: skip
+    if own_advantages(group, config) != own_advantages(group, config):
+        raise ConfigError(
+            f"loss.advantage_function={config.advantage_function}: two calls with the same group differ. Use no "
+            "random numbers and no state"
+        )
+
+
+def main() -> int:
+    """Returns the exit code."""
+    try:
+        given = json.load(sys.stdin)
+        loss = build_config(given["config"]).loss
+        load_own_functions(loss, given["code"])
+        check(loss)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
