@@ -21,7 +21,7 @@ from pipelinerl_core.config.sections import MLFLOW_VARIABLE, ModelConfig
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.locate import SHARED_MEMORY, local_directory, root_url
 from pipelinerl_core.sandbox.programs import host_isolation
-from pipelinerl_core.supervision.checks import check_engine, check_http, check_learner, check_mlflow, check_root
+from pipelinerl_core.supervision.checks import check_http, check_mlflow, check_packages, check_root
 from pipelinerl_core.supervision.fit import check_fit, fit_of
 from pipelinerl_core.supervision.gpus import check_gpus
 from pipelinerl_core.supervision.role_commands import ending_with_parent, role_environment
@@ -96,8 +96,7 @@ def examine_fit(found: Examination, config: RunConfig) -> None:
     problem = ""
     try:
         if not config.placement.gpu:  # otherwise the plan is for another host
-            check_engine(config)
-            check_learner(config)
+            check_packages(config)
             check_gpus(config)
         check_fit(config)
     except ConfigError as error:

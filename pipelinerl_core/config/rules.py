@@ -38,15 +38,17 @@ def explain_schedule(config: "RunConfig") -> list[str]:
     schedule, num = config.schedule, config.trainer.groups_per_step
     window = f"window W = (max_lag + 1) * groups_per_step = ({schedule.max_lag} + 1) * {num} = {config.window_groups}"
     full = f"{groups_in_flight(config)} groups fill the slots"
-    if schedule.kind == "conventional":
+    if schedule.traits.has_phases:
         phase = schedule.steps_per_phase
-        return [f"conventional: {phase} x {num} = {phase * num} groups, then {phase} steps; {full}"]
-    if schedule.kind == "april":
+        return [f"{schedule.kind}: {phase} x {num} = {phase * num} groups, then {phase} steps; {full}"]
+    if schedule.traits.leases_more:
         outstanding = math.ceil(schedule.alpha * num)
-        return [f"april: {schedule.alpha:g} x {num} = {outstanding} groups in flight, a step at {num}; {full}"]
+        return [
+            f"{schedule.kind}: {schedule.alpha:g} x {num} = {outstanding} groups in flight, a step at {num}; {full}"
+        ]
     lags = ", ".join(f"{spread} -> {lag_of_full_engines(config, spread)}" for spread in (1, 2, 4, 8))
     return [
-        f"pipeline: {window} groups; {full}",
+        f"{schedule.kind}: {window} groups; {full}",
         f"max_lag that keeps every slot full, by longest over mean length in a group: {lags}",
     ]
 
@@ -142,18 +144,19 @@ def _eval_problem(config: "RunConfig") -> str | None:
 
 def _engine_problem(config: "RunConfig") -> str | None:
     engine = config.engine
-    if engine.kind == "vllm" and engine.deterministic:
+    if engine.deterministic and not engine.traits.fixes_shapes:
         return (
-            "engine.deterministic=true fixes tensor shapes, which engine.kind=vllm cannot. Set engine.kind=embedded"
+            f"engine.deterministic=true fixes tensor shapes, which engine.kind={engine.kind} cannot. "
+            "Set engine.kind=embedded"
         )
-    if engine.kind == "vllm" and config.emulation.accelerators:
+    if config.emulation.accelerators and not engine.traits.has_clock:
         return "emulation.accelerators requires the embedded engine. Set engine.kind=embedded"
-    if engine.kind == "embedded" and config.weights.transport == "nccl":
+    if config.weights.transport == "nccl" and not engine.traits.has_workers:
         return (
-            "weights.transport=nccl broadcasts to vLLM's workers, but engine.kind=embedded has no workers. "
-            "Set weights.transport=shm, or engine.kind=vllm"
+            f"weights.transport=nccl broadcasts to the workers of engines, but engine.kind={engine.kind} has no "
+            "workers. Set weights.transport=shm, or engine.kind=vllm"
         )
-    if engine.kind == "embedded" and engine.tensor_parallel * engine.data_parallel > 1:
+    if engine.tensor_parallel * engine.data_parallel > 1 and not engine.traits.has_workers:
         return (
             f"engine.tensor_parallel={engine.tensor_parallel}, engine.data_parallel={engine.data_parallel} are for "
             "engine.kind=vllm. Set engine.kind=vllm, or both to 1"
@@ -185,28 +188,29 @@ def _window_problem(config: "RunConfig") -> str | None:
 def _schedule_problem(config: "RunConfig") -> str | None:
     schedule = config.schedule
     kind, phase, alpha, max_lag = schedule.kind, schedule.steps_per_phase, schedule.alpha, schedule.max_lag
-    if kind == "conventional" and phase > max_lag + 1:
+    traits = schedule.traits
+    if traits.has_phases and phase > max_lag + 1:
         return (
             f"schedule.steps_per_phase={phase} trains rollouts that are up to {phase - 1} steps old, but "
             f"schedule.max_lag={max_lag}. Set schedule.max_lag={phase - 1}, or schedule.steps_per_phase={max_lag + 1}"
         )
-    if kind != "conventional" and phase > 1:
+    if not traits.has_phases and phase > 1:
         return (
             f"schedule.steps_per_phase={phase}: schedule.kind={kind} has no phases. Set schedule.kind=conventional, "
             "or schedule.steps_per_phase=1"
         )
-    if kind == "april" and alpha > max_lag + 1:
+    if traits.leases_more and alpha > max_lag + 1:
         return (
             f"schedule.alpha={alpha:g} keeps up to {alpha:g} steps' worth of groups, the last of which is trained at "
             f"a lag of {math.ceil(alpha) - 1}, but schedule.max_lag={max_lag}. Set schedule.max_lag="
             f"{math.ceil(alpha) - 1}, or schedule.alpha to at most {max_lag + 1}"
         )
-    if kind == "april" and schedule.stale == "wait":
+    if traits.leases_more and schedule.stale == "wait":
         return (
             "schedule.stale=wait waits for unfinished groups, but schedule.kind=april never waits for them. "
             "Set schedule.stale=mask or drop"
         )
-    if kind == "april" and config.engine.kv == "drain":
+    if traits.leases_more and config.engine.kv == "drain":
         return (
             "engine.kv=drain finishes the running sequences before a swap, but schedule.kind=april swaps while "
             "sequences are paused. Set engine.kv=keep or recompute"
@@ -436,12 +440,12 @@ def _verifiers_problem(config: "RunConfig") -> str | None:
 
 def _learner_problem(config: "RunConfig") -> str | None:
     learner = config.learner
-    if learner.kind == "torch" and (learner.zero_stage or learner.offload != "none"):
+    if not learner.traits.splits_state and (learner.zero_stage or learner.offload != "none"):
         return (
             f"learner.zero_stage={learner.zero_stage}, learner.offload={learner.offload} are for "
             "learner.kind=deepspeed. Set learner.kind=deepspeed, or remove both"
         )
-    if learner.kind == "deepspeed" and not learner.zero_stage and config.model.dtype == "bfloat16":
+    if learner.traits.splits_state and not learner.zero_stage and config.model.dtype == "bfloat16":
         return (
             "model.dtype=bfloat16 needs float32 master weights, which learner.zero_stage=0 does not keep. "
             "Set learner.zero_stage to at least 1"

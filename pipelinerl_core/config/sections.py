@@ -8,6 +8,7 @@ from pydantic import Field, TypeAdapter, field_validator, model_validator
 
 from pipelinerl_core.config.dtype import Dtype
 from pipelinerl_core.config.interleave import Interleave
+from pipelinerl_core.config.kinds import ENGINE_TRAITS, SCHEDULE_TRAITS, EngineTraits, ScheduleTraits
 from pipelinerl_core.config.losses import LossConfig, ReinforceLoss
 from pipelinerl_core.config.mixture import MixturePart
 from pipelinerl_core.config.mlflow_login import take_login
@@ -313,6 +314,11 @@ class EngineConfig(Section):
     """vllm: tokens between two outputs of a sequence, which are lost if the engine core crashes. Lower to lose less,
     raise for less overhead."""
 
+    @property
+    def traits(self) -> EngineTraits:
+        """Of the kind."""
+        return ENGINE_TRAITS[self.kind]
+
 
 class ScheduleConfig(Section):
     """When groups are leased, trained and dropped (docs/scheduling.md)."""
@@ -335,6 +341,11 @@ class ScheduleConfig(Section):
     steps_per_phase: int = Field(1, ge=1)
     """conventional: optimizer steps per generation phase; at most max_lag + 1. Raise for fewer phases, at more
     lag."""
+
+    @property
+    def traits(self) -> ScheduleTraits:
+        """Of the kind."""
+        return SCHEDULE_TRAITS[self.kind]
 
 
 class WeightsConfig(Section):
@@ -573,12 +584,12 @@ class RunConfig(Section):
     @property
     def takes_turns(self) -> bool:
         """Whether the engines pause while the trainer steps."""
-        return self.schedule.kind != "pipeline"
+        return self.schedule.traits.takes_turns
 
     @property
     def paces_engines(self) -> bool:
-        """Whether engines slow down for the trainer; vLLM has no such control."""
-        return self.engine.pace and self.engine.kind == "embedded" and not self.takes_turns
+        """Whether engines slow down for the trainer."""
+        return self.engine.pace and self.engine.traits.has_clock and not self.takes_turns
 
     @property
     def trainer_threads(self) -> int:
@@ -622,7 +633,7 @@ class RunConfig(Section):
     def evaluates_on_actors(self) -> bool:
         """Whether the evaluations during training use the engine of an actor."""
         if self.eval.on == "auto":
-            return self.engine.kind == "vllm" or self.placement.kind == "work_pools"
+            return self.engine.traits.has_workers or self.placement.kind == "work_pools"
         return self.eval.on == "actors"
 
     @property
@@ -691,12 +702,12 @@ class RunConfig(Section):
     @property
     def skips_backward(self) -> bool:
         """Whether rollouts whose advantage is 0 are computed without a backward pass."""
-        return self.trainer.skip_zero_advantage and self.learner.kind == "torch" and not self.other_term
+        return self.trainer.skip_zero_advantage and self.learner.traits.plans_packs and not self.other_term
 
     @property
     def stays_on_cpu(self) -> bool:
         """Whether learner and embedded engine compute on the CPU even where there is a GPU."""
-        return self.model.device == "cpu" or (self.model.device == "auto" and self.engine.kind == "embedded")
+        return self.model.device == "cpu" or (self.model.device == "auto" and not self.engine.traits.has_workers)
 
     def checkpoints_activations(self, device_type: str) -> bool:
         """Whether the learner on a device ("cpu", "cuda") recomputes activations instead of storing them."""
@@ -735,7 +746,7 @@ class RunConfig(Section):
     def phase_end(self, step: int) -> int:
         """Last step of the phase of `step` (1, 2, ...); a phase publishes only the version of its last step."""
         every = self.weights.publish_every
-        if self.schedule.kind == "conventional":
+        if self.schedule.traits.has_phases:
             every = self.schedule.steps_per_phase
         return min(-(-step // every) * every, self.trainer.steps)
 

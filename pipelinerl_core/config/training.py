@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from pipelinerl_core.config.kinds import LEARNER_TRAITS, LearnerTraits
 from pipelinerl_core.config.section import Auto, Section
 
 
@@ -105,3 +106,8 @@ class LearnerConfig(Section):
     def lora_scale(self) -> float:
         """s of W + s * B @ A; 0 without adapters."""
         return (self.lora_alpha or 2.0 * self.lora_rank) / self.lora_rank if self.lora_rank else 0.0
+
+    @property
+    def traits(self) -> LearnerTraits:
+        """Of the kind."""
+        return LEARNER_TRAITS[self.kind]

@@ -1,6 +1,7 @@
 """The engines by `engine.kind`.
 
-To add an engine: a folder beside `embedded` and `vllm`, its kind in config/sections.py, a function here, and the
+To add an engine: a folder beside `embedded` and `vllm`, its kind in config/sections.py, its traits in
+config/kinds.py, a function here, and the
 line of the function in ENGINES. The function imports the engine, so a run imports its own engine only.
 """
 
@@ -13,6 +14,7 @@ from types import MappingProxyType
 import torch
 
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.kinds import INSTALL
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import Engine, StepClock
 
@@ -51,10 +53,7 @@ async def _embedded(config: RunConfig, start: EngineStart) -> Engine:
 
 async def _vllm(config: RunConfig, start: EngineStart) -> Engine:
     if find_spec("vllm") is None:
-        raise ConfigError(
-            "engine.kind=vllm: vLLM is not installed. Run `make install ENGINE=vllm` (CPU) or "
-            "`pip install -e '.[vllm]'` (GPU), or set engine.kind=embedded"
-        )
+        raise ConfigError(INSTALL["vllm"])
     from pipelinerl_core.engine.vllm.load import start_vllm_engine
 
     return await start_vllm_engine(

@@ -146,7 +146,7 @@ class April:
         return is_behind or counts.reserved > 0 or counts.ready >= self._num
 
 
-_SCHEDULES: dict[str, type[Pipeline] | type[Conventional] | type[April]] = {
+SCHEDULES: dict[str, type[Pipeline] | type[Conventional] | type[April]] = {
     "pipeline": Pipeline,
     "conventional": Conventional,
     "april": April,
@@ -155,4 +155,4 @@ _SCHEDULES: dict[str, type[Pipeline] | type[Conventional] | type[April]] = {
 
 def build_schedule(config: RunConfig) -> Schedule:
     """The schedule of a run."""
-    return _SCHEDULES[config.schedule.kind](config)
+    return SCHEDULES[config.schedule.kind](config)

@@ -238,7 +238,7 @@ def _turns(evidence: Evidence, run: RunConfig) -> str:
     bound = 1 / max(evidence.trainer_idle - tail, 1 - evidence.trainer_idle, 0.01)
     help_ = ""
     if tail > _WORTH:
-        help_ = _longer_phase(tail, run) if run.schedule.kind == "conventional" else _more_groups(tail, evidence, run)
+        help_ = _longer_phase(tail, run) if run.schedule.traits.has_phases else _more_groups(tail, evidence, run)
     return (
         f"schedule.kind={run.schedule.kind} takes turns by design: {_waited(evidence)}.{help_} "
         f"schedule.kind=pipeline keeps the slots full and overlaps the turns: at most {bound:.1f} times as fast, "

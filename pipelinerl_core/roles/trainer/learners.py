@@ -3,11 +3,12 @@
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -84,7 +85,7 @@ class Learners:
 
     def build(self, config: RunConfig) -> Learner:
         """The learner on the run's starting model, version 0. Raises ConfigError if the model cannot be loaded."""
-        if self._ranks.size == 1 and config.learner.kind == "torch":
+        if self._ranks.size == 1 and not config.learner.traits.splits_state:
             return build_alone(config)
         if self._channel is None:
             self._channel = self._start(config)
@@ -168,7 +169,7 @@ def build_alone(config: RunConfig) -> TorchLearner:
 def build_rank(config: RunConfig, ranks: Ranks) -> tuple[RankLearner, PackBatcher]:
     """The learner of one rank and its pack batcher. torch's process group must be initialized."""
     device = rank_device(config, ranks)
-    build = _build_torch if config.learner.kind == "torch" else _build_deepspeed
+    build = LEARNERS[config.learner.kind]
     with explain_out_of_memory(config, "loading of the model"):
         return build(config, device, ranks)
 
@@ -193,6 +194,13 @@ def _build_torch(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple
         ranks=ranks, note=loaded.note,
     )  # fmt: skip
     return learner, batcher
+
+
+LEARNERS: Mapping[str, Callable[[RunConfig, torch.device, Ranks], tuple[RankLearner, PackBatcher]]] = (
+    MappingProxyType({"torch": _build_torch, "deepspeed": _build_deepspeed})
+)
+"""learner.kind -> builder of the learner of one rank. To add a learner: a class in training/, its traits in
+config/kinds.py, a builder and its line here."""
 
 
 class _Loaded(NamedTuple):

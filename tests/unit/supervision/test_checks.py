@@ -47,17 +47,17 @@ def test_an_address_of_another_host_is_refused():
 def test_an_engine_that_is_not_installed_is_refused_before_anything_starts(monkeypatch):
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"vLLM is not installed.*make install ENGINE=vllm.*engine.kind=embedded"):
-        checks.check_engine(load_config("quickstart", ["engine.kind=vllm"]))
-    checks.check_engine(load_config("quickstart"))
-    checks.check_engine(load_config("quickstart", ["engine.kind=vllm", "placement.kind=work_pools"]))
+        checks.check_packages(load_config("quickstart", ["engine.kind=vllm"]))
+    checks.check_packages(load_config("quickstart"))
+    checks.check_packages(load_config("quickstart", ["engine.kind=vllm", "placement.kind=work_pools"]))
 
 
 def test_a_learner_that_is_not_installed_is_refused_before_anything_starts(monkeypatch):
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"DeepSpeed is not installed.*make install LEARNER=deepspeed"):
-        checks.check_learner(config("learner.kind=deepspeed"))
-    checks.check_learner(config())
-    checks.check_learner(config("learner.kind=deepspeed", "placement.kind=work_pools"))
+        checks.check_packages(config("learner.kind=deepspeed"))
+    checks.check_packages(config())
+    checks.check_packages(config("learner.kind=deepspeed", "placement.kind=work_pools"))
 
 
 def test_completions_longer_than_the_models_context_are_refused(tmp_path):
