@@ -142,7 +142,9 @@ def flipped_batch(world: World) -> str:
         # A trainer or hub that was killed may have left another attempt of the step beside the committed one.
         path = world.directory / read_commit(store, counted_commit_keys(store)[step]).batches[0].name
         whole = path.read_bytes()
-        damage(path, world)
+        path.write_bytes(
+            flipped(whole, world)
+        )  # of the same size: rclone keeps the size of a file that it has served
         compaction.compact_commits(store)
         compact_rollouts(store)
         covered = [steps for steps in list_rollouts(store) if steps.first <= step <= steps.last]
@@ -172,7 +174,9 @@ def store_outage(world: World) -> str:
     finally:
         world.proxy.mode = "pass"
     assert code == EXIT_STORE, f"an outage of the store ended the run with exit code {code}: {world.log_tail()}"
+    step = world.committed
     world.resume("placement.max_restarts=1000")
+    world.wait_for("a step after the outage", lambda: world.committed > step, RECOVERY_SECONDS)
     return f"{time.monotonic() - begun:.0f} s, start {world.num_starts}"
 
 
@@ -213,12 +217,16 @@ def disk_full(world: World) -> str:
 
 def damage(path: Path, world: World) -> None:
     """Flip a bit, or tear the end off."""
-    data = bytearray(path.read_bytes())
-    if world.random.random() < 0.5:
-        data[world.random.randrange(len(data))] ^= 1 << world.random.randrange(8)
-    else:
-        del data[world.random.randrange(len(data)) :]
-    path.write_bytes(data)
+    data = path.read_bytes()
+    torn = data[: world.random.randrange(len(data))]
+    path.write_bytes(flipped(data, world) if world.random.random() < 0.5 else torn)
+
+
+def flipped(data: bytes, world: World) -> bytes:
+    """The same with one other bit."""
+    found = bytearray(data)
+    found[world.random.randrange(len(found))] ^= 1 << world.random.randrange(8)
+    return bytes(found)
 
 
 def last_change(path: Path) -> float:
