@@ -141,10 +141,8 @@ def flipped_batch(world: World) -> str:
         step = world.committed // 2 * 2 - 3
         # A trainer or hub that was killed may have left another attempt of the step beside the committed one.
         path = world.directory / read_commit(store, counted_commit_keys(store)[step]).batches[0].name
-        whole = path.read_bytes()
-        path.write_bytes(
-            flipped(whole, world)
-        )  # of the same size: rclone keeps the size of a file that it has served
+        whole = path.read_bytes()  # rclone keeps the size of a file that it has served
+        path.write_bytes(flipped(whole, world))
         compaction.compact_commits(store)
         compact_rollouts(store)
         covered = [steps for steps in list_rollouts(store) if steps.first <= step <= steps.last]
