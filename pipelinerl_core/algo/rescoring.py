@@ -32,6 +32,9 @@ HEALTHY_TOKENS = 512
 """The healthy mean is measured on at least this many tokens."""
 # The first healthy mean counts as this many comparisons, and every later one as at most this many.
 _FIRST_WEIGHT, _LAST_WEIGHT = 10, 100
+# A comparison counts as at most this many times the healthy mean: less than ALLOWANCE, or the mean would follow a fault
+# before the alarm; enough for the rounding of LoRA, which doubles.
+_FOLLOWED = 1.5
 # An actor with fewer of these tokens does not count in the healthy mean.
 _MIN_TOKENS = 32
 # Differences count in units of the healthy mean, each at most this: a healthy engine has a few large ones.
@@ -103,7 +106,7 @@ class HealthyMean:
     def follow(self, differences_M: Float64Array) -> None:
         """Move towards a comparison of an actor without an alarm; a fault that is not noticed yet moves it little."""
         if self.mean is not None and len(differences_M):
-            newest = min(float(np.abs(differences_M).mean()), ALLOWANCE * self.norm)
+            newest = min(float(np.abs(differences_M).mean()), _FOLLOWED * self.norm)
             self.mean += (newest - self.mean) / self._num_comparisons
             self._num_comparisons = min(self._num_comparisons + 1, _LAST_WEIGHT)
 
