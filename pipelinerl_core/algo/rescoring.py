@@ -32,8 +32,8 @@ HEALTHY_TOKENS = 512
 """The healthy mean is measured on at least this many tokens."""
 # The first healthy mean counts as this many comparisons, and every later one as at most this many.
 _FIRST_WEIGHT, _LAST_WEIGHT = 10, 100
-# A comparison counts as at most this many times the healthy mean: less than ALLOWANCE, or the mean would follow a fault
-# before the alarm; enough for the rounding of LoRA, which doubles.
+# A comparison counts as at most this many times the healthy mean: less than ALLOWANCE, or the mean would follow a
+# fault before the alarm; enough for the rounding of LoRA, which doubles.
 _FOLLOWED = 1.5
 # An actor with fewer of these tokens does not count in the healthy mean.
 _MIN_TOKENS = 32

@@ -1,24 +1,52 @@
 """An actor with a fault: its engine stamps its tokens with every new version, and takes no new weights.
 
---skip=N: its engine skips only the N-th swap. --tokenizer: instead, its chat template is another one.
+--skip=N: its engine skips only the N-th swap. --layer: one layer stays three versions old. --temperature: it samples
+5 % hotter than asked. --tokenizer: instead, its chat template is another one.
 """
 
 import sys
+from collections import deque
 
 from pipelinerl_core.engine.embedded.decoder import SlotDecoder
+from pipelinerl_core.engine.embedded.slots import SlotTable
 from pipelinerl_core.roles.actor import main as actor
+
+LAYER = ".layers.1."
+FAULTS = ("--skip", "--layer", "--temperature", "--tokenizer")
+
+
+def with_old_layer(load, age=3):
+    past = deque(maxlen=age + 1)
+
+    def faulty(self, tensors):
+        past.append({name: tensor.clone() for name, tensor in tensors.items() if LAYER in name})
+        assert past[-1], "the model has this layer"
+        load(self, {**tensors, **past[0]})
+
+    return faulty
+
+
+def hotter(admit):
+    def faulty(self, slot, request, *, num_fed):
+        admit(self, slot, request, num_fed=num_fed)
+        self._temperature[slot] *= 1.05
+
+    return faulty
+
 
 if __name__ == "__main__":
     load, digests = SlotDecoder.load, actor.token_digests
-    skipped = [argument for argument in sys.argv if argument.startswith("--skip=")]
+    fault, _, number = next((one for one in sys.argv if one.startswith(FAULTS)), "").partition("=")
+    sys.argv = [one for one in sys.argv if not one.startswith(FAULTS)]
     swaps = iter(range(1, 1 << 30))
-    if "--tokenizer" in sys.argv:
-        sys.argv.remove("--tokenizer")
+    if fault == "--tokenizer":
         actor.token_digests = lambda config: {**digests(config), "chat template": "another"}
-    elif skipped:
-        sys.argv.remove(skipped[0])
-        number = int(skipped[0].partition("=")[2])
-        SlotDecoder.load = lambda self, tensors: None if next(swaps) == number else load(self, tensors)  # type: ignore[method-assign]
+    elif fault == "--temperature":
+        SlotTable.admit = hotter(SlotTable.admit)  # type: ignore[method-assign]
+    elif fault == "--layer":
+        SlotDecoder.load = with_old_layer(load)  # type: ignore[method-assign]
+    elif fault == "--skip":
+        SlotDecoder.load = lambda self, tensors: None if next(swaps) == int(number) else load(self, tensors)  # type: ignore[method-assign]
     else:
         SlotDecoder.load = lambda self, tensors: None  # type: ignore[method-assign]
     sys.exit(actor.main())

@@ -103,6 +103,20 @@ def test_one_skipped_swap_is_told_ends_and_expels_no_actor(prepared_model, tmp_p
     assert "agrees with the trainer again" in log.read_text()
 
 
+def test_an_old_layer_and_a_wrong_temperature_are_named(prepared_model, tmp_path):
+    url, log = f"{tmp_path}/runs/faults", tmp_path / "trainer.log"
+    make_run(url, *SMALL, "trainer.steps=14", "placement.actors=3", "schedule.max_lag=2")
+    with (
+        role("hub", url, tmp_path / "hub.log"),
+        role(STALE_ACTOR, url, tmp_path / "layer.log", "--name", "layer", "--layer"),
+        role(STALE_ACTOR, url, tmp_path / "temperature.log", "--name", "temperature", "--temperature"),
+        role("actor", url, tmp_path / "healthy.log", "--name", "healthy"),
+        role("trainer", url, log) as trainer,
+    ):
+        assert trainer.wait(240) == 0, log.read_text()[-3000:]
+    assert set.union(*named(url).values()) == {"layer", "temperature"}
+
+
 def test_an_actor_with_another_chat_template_is_refused_in_one_line(prepared_model, tmp_path):
     url, log = f"{tmp_path}/runs/template", tmp_path / "actor.log"
     make_run(url, *SMALL)
