@@ -1,7 +1,7 @@
 """An actor with a fault: its engine stamps its tokens with every new version, and takes no new weights.
 
---skip=N: its engine skips only the N-th swap. --layer: one layer stays three versions old. --temperature: it samples
-5 % hotter than asked. --tokenizer: instead, its chat template is another one.
+--skip=N: its engine skips only the N-th swap. --layer: one layer stays three versions old. --temperature: from its
+third swap on it samples 5 % hotter than asked. --tokenizer: instead, its chat template is another one.
 """
 
 import sys
@@ -26,12 +26,19 @@ def with_old_layer(load, age=3):
     return faulty
 
 
-def hotter(admit):
+def hotter(admit, load):
+    swaps = []
+
+    def counting(self, tensors):
+        swaps.append(1)
+        load(self, tensors)
+
     def faulty(self, slot, request, *, num_fed):
         admit(self, slot, request, num_fed=num_fed)
-        self._temperature[slot] *= 1.05
+        if len(swaps) >= 3:
+            self._temperature[slot] *= 1.05
 
-    return faulty
+    return faulty, counting
 
 
 if __name__ == "__main__":
@@ -42,7 +49,7 @@ if __name__ == "__main__":
     if fault == "--tokenizer":
         actor.token_digests = lambda config: {**digests(config), "chat template": "another"}
     elif fault == "--temperature":
-        SlotTable.admit = hotter(SlotTable.admit)  # type: ignore[method-assign]
+        SlotTable.admit, SlotDecoder.load = hotter(SlotTable.admit, load)  # type: ignore[method-assign]
     elif fault == "--layer":
         SlotDecoder.load = with_old_layer(load)  # type: ignore[method-assign]
     elif fault == "--skip":
