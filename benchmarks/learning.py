@@ -26,7 +26,7 @@ SHORT = "short"
 CONTROLS = "off-policy"
 """The suite that compares the controls of the objective; the others compare schedules."""
 SHORT_ARMS = ("pipeline", "conventional-1", "off", "ess-scaling")
-RESULTS_PAGE = Path(__file__).resolve().parents[1] / "docs" / "results.md"
+RESULTS_PAGE = Path(__file__).resolve().parents[1] / "docs" / "results" / "schedules.md"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -71,7 +71,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--target", type=float, help="held-out accuracy to reach; default: the target of the suite")
     parser.add_argument("--budget-minutes", type=float, default=BUDGET_MINUTES, help="default: %(default)g")
     parser.add_argument("--root", default="", help="path or URL below which runs are stored")
-    parser.add_argument("--write", action="store_true", help="update docs/results.md and its figure")
+    parser.add_argument("--write", action="store_true", help="update docs/results/schedules.md and its figure")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser.parse_args(arguments)
 
@@ -114,10 +114,10 @@ def section(document: Mapping[str, Any]) -> str:
 
 
 def _write(document: Mapping[str, Any]) -> None:
-    """Replace the section between its marks in docs/results.md, and write the figure to docs/images/."""
-    picture = RESULTS_PAGE.parent / "images" / f"{document['name']}.svg"
+    """Replace the section between its marks in docs/results/schedules.md, and write the figure to docs/images/."""
+    picture = RESULTS_PAGE.parents[1] / "images" / f"{document['name']}.svg"
     picture.write_bytes(open_store(document["url"]).get(SVG_KEY))
-    text = f"{section(document)}\n\n![{figure_title(document)}](images/{picture.name})"
+    text = f"{section(document)}\n\n![{figure_title(document)}](../images/{picture.name})"
     page = RESULTS_PAGE.read_text(encoding="utf-8")
     name = f"bench learning {document['suite']}"
     RESULTS_PAGE.write_text(replace_section(page, name, text), encoding="utf-8")

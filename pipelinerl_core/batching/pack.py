@@ -7,7 +7,8 @@ from typing import Literal
 Packing = Literal["sorted", "filled"]
 
 # With packing=filled, a pack above this share of its budget takes no shorter sequences. With 1.0 packs are 1 to 2 %
-# fuller, and attention adds 1.3 to 1.9 times as much padding (512 lognormal lengths; see docs/results.md for 0.9).
+# fuller, and attention adds 1.3 to 1.9 times as much padding (512 lognormal lengths;
+# docs/results/learner.md has 0.9).
 _ENOUGH = 0.9
 
 

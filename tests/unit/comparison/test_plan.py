@@ -221,7 +221,7 @@ def test_a_seed_that_is_begun_goes_on_while_its_next_run_fits():
     assert dropped_lines(budget.dropped, 2) == ["seed 1: drain dropped: budget"]
 
 
-# ---- docs/results.md --------------------------------------------------------------------------------------------
+# ---- docs/results/schedules.md ----------------------------------------------------------------------------------
 
 
 def test_a_section_is_replaced_between_its_marks_and_added_without_them():
