@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pipelinerl_core.config import RunConfig, load_config, resume_config
 from pipelinerl_core.config.mlflow_login import without_logins
 from pipelinerl_core.run.context import RunContext, open_run
+from pipelinerl_core.run.history import counted_commit_keys, read_commit
 from pipelinerl_core.run.locate import locate_run, refuse_if_live
 
 
@@ -31,10 +32,13 @@ def new_job(preset: str, overrides: Sequence[str], root: str) -> Job:
 
 
 def resume_job(run: str, overrides: Sequence[str], root: str) -> Job:
-    """Open a run to resume, with overrides. Raises ConfigError, also if the run is live. Writes nothing."""
+    """Open a run to resume, with overrides. Raises ConfigError, also if the run is live, and BrokenRecord if an epoch
+    or the newest commit is damaged. Writes nothing."""
     url, overrides = locate_run(run, root), without_logins(overrides)
     refuse_if_live(url)
     found = open_run(url)
+    if commits := counted_commit_keys(found.store):
+        read_commit(found.store, commits[max(commits)])
     changed = replace(found, config=resume_config(found.config, overrides))
     return Job(
         preset=found.run_id,

@@ -3,12 +3,13 @@
 import pytest
 
 from pipelinerl_core.config import load_config
-from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.errors import BrokenRecord, ConfigError
 from pipelinerl_core.run.context import note_resume, open_run
 from pipelinerl_core.run.jobs import new_job, resume_job
 from pipelinerl_core.run.locate import create_run, run_url
 from pipelinerl_core.run.records import RESUME_KEY
 from pipelinerl_core.storage.object_store import open_store
+from tests.synthetic_run import Shape, write_run
 
 
 @pytest.fixture
@@ -37,3 +38,13 @@ def test_a_resume_changes_the_run_only_when_it_starts(tmp_path, url):
 def test_a_resume_with_other_settings_is_refused(tmp_path, url):
     with pytest.raises(ConfigError, match="a resume can change only"):
         resume_job(url, ["trainer.steps=9"], str(tmp_path))
+
+
+@pytest.mark.parametrize("damaged", ["epochs/000001.json", "commits/00000002"])
+def test_a_resume_of_a_damaged_run_is_refused_before_anything_starts(tmp_path, damaged):
+    store = open_store(run_url(str(tmp_path), "synthetic"))
+    write_run(store, Shape(steps=2))
+    key = next(key for key in store.list(damaged.partition("/")[0]) if key.startswith(damaged))
+    store.put(key, b'{"cut off')
+    with pytest.raises(BrokenRecord, match=key):
+        resume_job(store.url, [], str(tmp_path))
