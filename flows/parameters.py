@@ -87,7 +87,20 @@ class Settings(BaseModel):
     max_tokens: int | None = Field(None, ge=1, description="Largest number of tokens of a completion.")
     learning_rate: float | None = Field(None, gt=0, description="Peak learning rate.")
     loss: (
-        Literal["reinforce", "cispo", "ppo", "grpo", "dr_grpo", "dapo", "gspo", "icepop", "decoupled_ppo", "dppo"]
+        Literal[
+            "reinforce",
+            "cispo",
+            "ppo",
+            "grpo",
+            "dr_grpo",
+            "dapo",
+            "gspo",
+            "icepop",
+            "decoupled_ppo",
+            "dppo",
+            "sapo",
+            "sequence_product",
+        ]
         | None
     ) = Field(None, description="The loss, with the options of its paper.")
 

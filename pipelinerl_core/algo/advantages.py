@@ -48,6 +48,19 @@ def standardized(rewards: Sequence[float]) -> list[float]:
     return [value / (std + _STD_FLOOR) for value in centred]
 
 
+def max_likelihood(rewards: Sequence[float]) -> list[float]:
+    """A_i = (r_i - mean) / mean (MaxRL, arXiv:2602.02710); 0 for a group whose mean is not above 0.
+
+    For rewards of 0 and 1 the expected gradient approaches that of the log-likelihood of a success as the group
+    grows, instead of that of the success rate: prompts that are rarely solved weigh more. For rewards of at least 0.
+
+    Example: [1, 0, 0, 0] has the mean 1/4 -> [3, -1, -1, -1].
+    """
+    centred = group_mean(rewards)
+    mean = sum(rewards) / len(rewards)
+    return [value / mean for value in centred] if mean > 0 else [0.0] * len(rewards)
+
+
 def without_baseline(rewards: Sequence[float]) -> list[float]:
     """The rewards themselves: with loss.advantage=value the learner takes the value of each token from them."""
     _check(rewards)
@@ -93,6 +106,7 @@ ADVANTAGES: Mapping[str, Callable[[Sequence[float]], list[float]]] = MappingProx
         "leave_one_out": leave_one_out,
         "group_mean": group_mean,
         "standardized": standardized,
+        "max_likelihood": max_likelihood,
         "value": without_baseline,
     }
 )

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from pipelinerl_core.config.section import Section
 
 Normalization = Literal["token", "sequence", "prompt", "constant"]
-AdvantageKind = Literal["leave_one_out", "group_mean", "standardized", "turn", "value", "custom"]
+AdvantageKind = Literal["leave_one_out", "group_mean", "standardized", "turn", "value", "max_likelihood", "custom"]
 
 
 class _Loss(Section):
@@ -21,9 +21,10 @@ class _Loss(Section):
     groups * tokens of the group; constant: rollouts * rollouts.max_tokens. The default depends on loss.kind."""
     advantage: AdvantageKind = "leave_one_out"
     """Advantage of a rollout: its reward minus a baseline. leave_one_out: mean reward of the other rollouts of the
-    group; group_mean: mean of the group; standardized: group_mean, divided by the group's standard deviation; turn:
-    per turn, mean of the other rollouts that reached the turn; value: per token, the estimate of a value head;
-    custom: loss.advantage_function. The default depends on loss.kind."""
+    group; group_mean: mean of the group; standardized: group_mean, divided by the group's standard deviation;
+    max_likelihood: group_mean, divided by the group's mean (MaxRL); turn: per turn, mean of the other rollouts that
+    reached the turn; value: per token, the estimate of a value head; custom: loss.advantage_function. The default
+    depends on loss.kind."""
     advantage_function: str = ""
     """loss.advantage=custom: FILE.py:FUNCTION or package.module:FUNCTION, a function of the rollouts of a group that
     returns an advantage, or one per turn, for each rollout (docs/algorithms.md). The run stores a copy of
@@ -73,8 +74,8 @@ class ReinforceLoss(_Loss):
     """REINFORCE with a truncated importance ratio."""
 
     kind: Literal["reinforce"] = "reinforce"
-    """Objective: reinforce, cispo, ppo, grpo, dr_grpo, dapo, gspo, icepop, decoupled_ppo, dppo, or
-    custom."""
+    """Objective: reinforce, cispo, ppo, grpo, dr_grpo, dapo, gspo, icepop, decoupled_ppo, dppo, sapo,
+    sequence_product, or custom."""
     ratio_max: float = Field(5.0, gt=0)
     """Upper limit of a token's importance ratio (larger ratios are truncated; kind=icepop: leaves the token out).
     Lower to reduce variance, raise to reduce bias."""
@@ -171,6 +172,27 @@ class DppoLoss(_Loss):
     ratio_max: float = Field(20.0, ge=1)
 
 
+class SapoLoss(_Loss):
+    """SAPO: a smooth gate around the sampling policy in place of a clip range (Qwen)."""
+
+    kind: Literal["sapo"] = "sapo"
+    normalization: Normalization = "sequence"
+    advantage: AdvantageKind = "standardized"
+    tau_positive: float = Field(1.0, gt=0)
+    """Steepness of the gate for positive advantages: raise to lower the gradient of off-policy tokens more."""
+    tau_negative: float = Field(1.05, gt=0)
+    """The same for negative advantages, which destabilise more: at least tau_positive in the paper."""
+
+
+class SequenceProductLoss(_Loss):
+    """REINFORCE with the product of the ratios of a whole rollout as its weight (sequence-level TIS and MIS)."""
+
+    kind: Literal["sequence_product"] = "sequence_product"
+    ratio_max: float = Field(2.0, ge=1)
+    masks: bool = False
+    """Leave out rollouts whose product of ratios is above ratio_max (MIS); false: truncate the product (TIS)."""
+
+
 class CustomLoss(_Loss):
     """A loss of your own: a function in a file or a module."""
 
@@ -200,11 +222,13 @@ LossConfig = Annotated[
     | Annotated[IcepopLoss, Tag("icepop")]
     | Annotated[DecoupledPpoLoss, Tag("decoupled_ppo")]
     | Annotated[DppoLoss, Tag("dppo")]
+    | Annotated[SapoLoss, Tag("sapo")]
+    | Annotated[SequenceProductLoss, Tag("sequence_product")]
     | Annotated[CustomLoss, Tag("custom")],
     Discriminator(
         _kind,
         custom_error_type="loss_kind",
         custom_error_message="no such loss.kind: there are reinforce, cispo, ppo, grpo, dr_grpo, dapo, gspo, icepop, "
-        "decoupled_ppo, dppo, custom",
+        "decoupled_ppo, dppo, sapo, sequence_product, custom",
     ),
 ]

@@ -18,6 +18,8 @@ from pipelinerl_core.algo.losses.gspo import gspo
 from pipelinerl_core.algo.losses.icepop import icepop
 from pipelinerl_core.algo.losses.ppo import ppo
 from pipelinerl_core.algo.losses.reinforce import reinforce
+from pipelinerl_core.algo.losses.sapo import sapo
+from pipelinerl_core.algo.losses.sequence_product import sequence_product
 from pipelinerl_core.algo.losses.terms import LossSums, TrainedTokens, select
 from pipelinerl_core.config.losses import LossConfig
 
@@ -35,6 +37,8 @@ LOSSES: Mapping[str, Callable[[TrainedTokens, Any], LossSums]] = MappingProxyTyp
         "icepop": icepop,
         "decoupled_ppo": decoupled_ppo,
         "dppo": dppo,
+        "sapo": sapo,
+        "sequence_product": sequence_product,
     }
 )
 """loss.kind -> function of the trained tokens of a pack and of the section `loss` of that kind; all but custom."""

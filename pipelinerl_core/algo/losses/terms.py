@@ -76,12 +76,13 @@ class TrainedTokens:
         """log(trainer / rollout probability) with a gradient, clamped so that its exponential stays finite."""
         return (self.trainer_logprobs_M - self.rollout_logprobs_M).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
+    def sequence_sums(self, values_M: Tensor) -> Tensor:
+        """[M] sum over the trained tokens of the same sequence, of which all are in one pack."""
+        return values_M.new_zeros(self.num_sequences).index_add(0, self.sequence_M, values_M)[self.sequence_M]
+
     def sequence_means(self, values_M: Tensor) -> Tensor:
-        """[M] mean over the trained tokens of the same sequence, of which all are in one pack."""
-        zeros_S = values_M.new_zeros(self.num_sequences)
-        sums_S = zeros_S.index_add(0, self.sequence_M, values_M)
-        counts_S = zeros_S.index_add(0, self.sequence_M, torch.ones_like(values_M))
-        return (sums_S / counts_S.clamp(min=1.0))[self.sequence_M]
+        """[M] mean over the trained tokens of the same sequence."""
+        return self.sequence_sums(values_M) / self.sequence_sums(torch.ones_like(values_M))
 
     def without_far_sequences(self, ratio_max: float) -> "TrainedTokens":
         """The same, without the sequences whose geometric mean ratio is outside of [1 / ratio_max, ratio_max]."""

@@ -269,6 +269,7 @@ def _advantages(group, config):
                 "leave_one_out": rewards[i] - sum(others) / len(others),
                 "group_mean": rewards[i] - mean,
                 "standardized": (rewards[i] - mean) / (std + 1e-4),
+                "max_likelihood": (rewards[i] - mean) / mean if mean > 0 else 0.0,
                 "value": rewards[i],
             }[config.loss.advantage]
             found.append([advantage] * rollout.num_tokens)
@@ -311,7 +312,7 @@ def _add_rollout(rollout, advantages, weight, config, logits, figures, of_logits
             advantage = loss.reward_coefficient * advantage + loss.teacher_coefficient * gap
         slope = 0.0  # d loss / d trainer_logprob
         if not (loss.negative_kl_max and -mean_log_ratio > loss.negative_kl_max and advantage < 0):
-            slope = _slope(loss, logprobs[t], log_ratios[t], mean_log_ratio, advantage, lags[t])
+            slope = _slope(loss, logprobs[t], log_ratios[t], mean_log_ratio, advantage, lags[t], len(trained))
         if loss.kl_coefficient:
             plain = 1 - math.exp(ref_logprobs[t] - logprobs[t])
             weighted = math.exp(log_ratios[t]) * (logprobs[t] - ref_logprobs[t])
@@ -325,7 +326,7 @@ def _add_rollout(rollout, advantages, weight, config, logits, figures, of_logits
         of_logits[t] += weight / temperature * (slope * of_logprob - loss.entropy_bonus * of_entropy)
 
 
-def _slope(loss, logprob, log_ratio, mean_log_ratio, advantage, lag):
+def _slope(loss, logprob, log_ratio, mean_log_ratio, advantage, lag, num):
     """d loss_t / d trainer_logprob_t for loss_t of the table in docs/algorithms.md."""
     ratio = math.exp(log_ratio)
     if loss.kind == "reinforce":
@@ -343,6 +344,15 @@ def _slope(loss, logprob, log_ratio, mean_log_ratio, advantage, lag):
         alpha = 1 / (lag + 1)
         behaviour = min(math.exp((1 - alpha) * log_ratio), loss.ratio_max)
         return -behaviour * _bounded_slope(math.exp(alpha * log_ratio), advantage, loss)
+    if loss.kind == "sapo":
+        tau = loss.tau_positive if advantage > 0 else loss.tau_negative
+        gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        return -4 * gate * (1 - gate) * ratio * advantage
+    if loss.kind == "sequence_product":
+        product = math.exp(num * mean_log_ratio)
+        if product > loss.ratio_max:
+            return 0.0 if loss.masks else -loss.ratio_max * advantage
+        return -product * advantage
     if loss.kind == "gspo":  # GSPO-token: the ratio of the rollout, and the gradient at the token itself
         return -_bounded_slope(math.exp(mean_log_ratio), advantage, loss)
     return -_bounded_slope(ratio, advantage, loss)

@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl_core.algo.advantages import ADVANTAGES, group_mean, leave_one_out, per_turn, standardized
+from pipelinerl_core.algo.advantages import (
+    ADVANTAGES,
+    group_mean,
+    leave_one_out,
+    max_likelihood,
+    per_turn,
+    standardized,
+)
 from pipelinerl_core.algo.shaping import overlong_penalty
 from pipelinerl_core.algo.staleness import deadline_step, group_deadline, live_mask, token_lags, token_versions
 from pipelinerl_core.algo.weighting import loss_weights
@@ -16,6 +23,13 @@ def test_the_baseline_is_the_mean_of_the_other_rewards():
     assert leave_one_out([1.0, 0.0, 0.0, 1.0]) == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
     assert leave_one_out([1.0, 0.0, 0.0]) == pytest.approx([1.0, -0.5, -0.5])
     assert leave_one_out([3.0, 1.0]) == [2.0, -2.0]
+
+
+def test_the_advantages_of_max_likelihood_are_divided_by_the_mean():
+    assert max_likelihood([1.0, 0.0, 0.0, 0.0]) == [3.0, -1.0, -1.0, -1.0]
+    assert max_likelihood([1.0, 1.0]) == [0.0, 0.0]
+    assert max_likelihood([0.0, 0.0, 0.0]) == [0.0, 0.0, 0.0]
+    assert max_likelihood([0.0, -0.5]) == [0.0, 0.0]
 
 
 def test_the_mean_of_the_group_is_a_smaller_leave_one_out():

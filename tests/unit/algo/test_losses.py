@@ -19,6 +19,8 @@ from pipelinerl_core.config.losses import (
     IcepopLoss,
     PpoLoss,
     ReinforceLoss,
+    SapoLoss,
+    SequenceProductLoss,
 )
 
 SEQUENCES = torch.tensor([0, 0, 1, 1])
@@ -33,6 +35,9 @@ CONFIGS = [
     IcepopLoss(ratio_max=2.0),
     DecoupledPpoLoss(clip_low=0.1, clip_high=0.1, ratio_max=1.2, dual_clip=1.2),
     DppoLoss(divergence_max=0.1, ratio_max=1.5),
+    SapoLoss(tau_positive=2.0, tau_negative=3.0),
+    SequenceProductLoss(ratio_max=1.5),
+    SequenceProductLoss(ratio_max=1.5, masks=True),
 ]
 
 
@@ -56,6 +61,14 @@ def four_tokens():
 # d/d logprob of a ratio is the ratio. GSPO: tokens 3 and 4 are one rollout of ratio s = sqrt(1.5 * 4) = sqrt(6), the
 # mean log ratio, so each of its tokens moves the terms of both by s / 2.
 S = math.sqrt(6)
+
+
+def sigmoid(value: float) -> float:
+    return 1 / (1 + math.exp(-value))
+
+
+GATE = sigmoid(1.05 * 0.5)
+
 BY_HAND = {
     # ratio 4 is cut at 2, and stays in the gradient
     "reinforce": (
@@ -91,6 +104,20 @@ BY_HAND = {
         -(0.5 - 0.25 * 1.5 + 0.125 * 1.5 * 2 * 2),
         [0.0, -0.5, 0.375, -0.75],
         1,
+    ),
+    # the gates are sigmoid(0), sigmoid(1.05 / 2) and sigmoid(3): the last lowers its gradient to 0.18
+    "sapo": (
+        SapoLoss(),
+        -(0.5 * 4 * 0.5 - 0.25 * 4 / 1.05 * GATE + 0.125 * 4 * sigmoid(3.0) * 2),
+        [0.0, -0.5, 1.5 * GATE * (1 - GATE), -4 * sigmoid(3.0) * (1 - sigmoid(3.0))],
+        1,
+    ),
+    # of the second rollout the product is 6, and is cut at 5
+    "sequence_product": (
+        SequenceProductLoss(ratio_max=5.0),
+        -(0.5 * math.log(0.5) - 0.25 * 5 * math.log(0.6) + 0.125 * 5 * 2 * math.log(0.8)),
+        [0.0, -0.5, 1.25, -1.25],
+        2,
     ),
     # 0.4 to 0.6 is further than 0.15, but A = -1 moves it back; 0.2 to 0.8 with A = 2 is outside of the trust region
     "dppo": (
@@ -141,6 +168,15 @@ def reference(config, trainer, rollout, advantages, weights, sequence) -> float:
             moved = math.exp(frozen[t]) - math.exp(rollout[t])
             is_outside = moved > config.divergence_max if advantage > 0 else -moved > config.divergence_max
             term = 0.0 if is_outside else min(ratio, config.ratio_max) * advantage * moving[t]
+        elif config.kind == "sapo":
+            tau = config.tau_positive if advantage > 0 else config.tau_negative
+            term = 4 / tau * sigmoid(tau * (math.exp(moving[t] - rollout[t]) - 1)) * advantage
+        elif config.kind == "sequence_product":
+            same = [i for i in range(len(rollout)) if sequence[i] == sequence[t]]
+            product = math.exp(sum(frozen[i] - rollout[i] for i in same))
+            is_above = product > config.ratio_max
+            weight_of_all = (0.0 if config.masks else config.ratio_max) if is_above else product
+            term = weight_of_all * advantage * moving[t]
         elif config.kind == "decoupled_ppo":
             proximal = frozen[t] + (rollout[t] - frozen[t]) / (sequence[t] + 1)  # the lag is the sequence's number
             ratio = math.exp(moving[t] - proximal)

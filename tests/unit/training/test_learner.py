@@ -154,6 +154,7 @@ def test_statistics_match_the_plain_computation():
 def wide_loss(kind):
     """A loss whose bounds leave most of these tokens a gradient, though nobody sampled them."""
     bounds = {"reinforce": {}, "icepop": {"ratio_min": 1e-6, "ratio_max": 1e6}, "dppo": {"divergence_max": 0.99}}
+    bounds |= {"sapo": {"tau_positive": 0.01, "tau_negative": 0.01}, "sequence_product": {"ratio_max": 1e6}}
     return build_config({"loss": {"kind": kind, **bounds.get(kind, {"clip_low": 0.99, "clip_high": 50.0})}}).loss
 
 
