@@ -113,7 +113,10 @@ def _read(source: str) -> dict[str, Any]:
         path = Path(source)
         if not path.is_file():
             raise ConfigError(f"{source}: no such file. Give a TOML file or a preset: {', '.join(preset_names())}")
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{source}: cannot be read: {error}. Write the file in UTF-8") from None
     elif source in preset_names():
         text = (PRESETS / f"{source}.toml").read_text(encoding="utf-8")
     else:
@@ -123,7 +126,7 @@ def _read(source: str) -> dict[str, Any]:
         )
     try:
         return _with_named_parts(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, or an integer of thousands of digits
         raise ConfigError(f"{source}: not valid TOML: {error}") from None
 
 

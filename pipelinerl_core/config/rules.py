@@ -134,7 +134,10 @@ def _eval_problem(config: "RunConfig") -> str | None:
         if not _SET_NAME.fullmatch(name):
             return f"eval.sets.{name[:40]}: a name has lower-case letters, digits and _, at most 40. Rename the set"
         try:
-            problem = _prompts_problem(config.with_set(name))
+            changed = config.with_set(name)
+            problem = _prompts_problem(changed)
+            if changed.prompts.kind == "environment" and not config.environment.path:
+                problem = "kind=environment takes the tasks of environment.path, which is empty. Set environment.path"
         except ValidationError as error:
             problem = _section_problem(error)
         if problem is not None:

@@ -45,7 +45,22 @@ def check(config: RunConfig) -> list[str]:
         except ConfigError as error:
             raise ConfigError(f"eval.sets.{name}: {error}") from None
         lines.append(f"eval.sets.{name}: {num:,} prompts")
-    return lines + _shared(parts, sets)
+        if isinstance(source, TableSource):
+            lines += [f"eval.sets.{name}: {line}" for line in source.held_out_notes()]
+    return lines + _alike(parts, sets) + _shared(parts, sets)
+
+
+def _alike(parts: Mapping[str, PromptSource], sets: Mapping[str, PromptSource]) -> list[str]:
+    """Lines for training prompts that equal a held-out prompt of a set or another part but for case and spaces."""
+    others = {f"a held-out prompt of mixture.{name}": source for name, source in parts.items()}
+    others |= {f"a prompt of eval.sets.{name}": source for name, source in sets.items()}
+    return [
+        f"mixture.{name}: {line}" if name else line
+        for name, source in parts.items()
+        for told, other in others.items()
+        if isinstance(source, TableSource) and isinstance(other, TableSource) and source is not other
+        for line in source.alike(other, told)
+    ]
 
 
 def _shared(parts: Mapping[str, PromptSource], sets: Mapping[str, PromptSource]) -> list[str]:

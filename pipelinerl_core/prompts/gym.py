@@ -47,6 +47,7 @@ class GymSource:
     """Endless entries of one or several tasks; the position determines task, seed and entry."""
 
     name = NAME
+    generates = True
 
     def __init__(
         self, tasks: tuple[str, ...], seed: int, env: str, options: Mapping[str, Mapping[str, Any]] | None = None

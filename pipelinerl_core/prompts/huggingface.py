@@ -15,7 +15,6 @@ from pipelinerl_core.prompts.records import (
     part_of,
     read_file,
     table_records,
-    with_label_names,
 )
 from pipelinerl_core.prompts.table import Rows, TableSource
 
@@ -23,7 +22,15 @@ _TEXT_READERS = ("json", "csv")
 """Readers of the library that guess types."""
 _KNOWN_OPTIONS = {
     *("name", "version", "data_dir", "data_files", "description", "features", "field", "sep", "delimiter"),
-    *("use_threads", "block_size", "chunksize", "newlines_in_values", "on_mixed_types", "parse_agent_traces"),
+    *(
+        "use_threads",
+        "block_size",
+        "chunksize",
+        "newlines_in_values",
+        "on_mixed_types",
+        "parse_agent_traces",
+        "batch_size",
+    ),
 }
 """Options of these readers that do not change which rows there are, or that are respected here."""
 
@@ -75,8 +82,9 @@ def _load(section: HuggingFacePrompts, key: str, split: str) -> Records:
     path = str(directory) if directory.is_dir() else section.path
     try:
         builder = datasets.load_dataset_builder(path, section.config_name or None)
-        if _kind(builder) in _TEXT_READERS:
-            return _text_rows(builder, split, origin)
+        # Files of the hub are read by the library, whose cache serves hosts without a network.
+        if _kind(builder) in _TEXT_READERS or (_kind(builder) == "parquet" and directory.is_dir()):
+            return _file_rows(builder, split, origin)
         return _rows_of(datasets.load_dataset(path, section.config_name or None, split=split), origin)
     except ValueError as error:
         if section.config_name or "Config name is missing" in str(error):
@@ -88,8 +96,8 @@ def _load(section: HuggingFacePrompts, key: str, split: str) -> Records:
 
 
 def _rows_of(data: datasets.Dataset, origin: str) -> Records:
-    """The rows of a data set whose files have types, such as Parquet."""
-    return with_label_names(table_records(data.with_format("arrow")[:], origin), labelled(data.features))
+    """The rows of a data set that the library has read."""
+    return table_records(data.with_format("arrow")[:], origin, labelled(data.features))
 
 
 def _kind(builder: datasets.DatasetBuilder) -> str:
@@ -97,8 +105,8 @@ def _kind(builder: datasets.DatasetBuilder) -> str:
     return type(builder).__module__.rpartition(".")[2]
 
 
-def _text_rows(builder: datasets.DatasetBuilder, instruction: str, origin: str) -> Records:
-    """The rows of a split, or of a part of it such as train[:50%], from JSON and CSV files.
+def _file_rows(builder: datasets.DatasetBuilder, instruction: str, origin: str) -> Records:
+    """The rows of a split, or of a part of it such as train[:50%], from JSON, CSV and Parquet files.
 
     Raises ConfigError for options of the library's readers that are not supported.
     """
@@ -112,19 +120,22 @@ def _text_rows(builder: datasets.DatasetBuilder, instruction: str, origin: str) 
         )
     separator = str(getattr(options, "delimiter", None) or getattr(options, "sep", ""))
     names = {part.partition("[")[0].strip() for part in instruction.split("+")}
+    declared = builder.info.features
+    features = labelled(declared) if declared else None
     splits: dict[str, Records] = {}
     for split, files in options.data_files.items():
         if names & {str(split), "all"}:
-            paths = [Path(path) for path in datasets.DownloadManager().download_and_extract(list(files))]
+            # The library otherwise extracts a local archive once, and takes that for ever.
+            manager = datasets.DownloadManager(download_config=datasets.DownloadConfig(force_extract=True))
+            field = getattr(options, "field", None) or ""
             parts = [
-                read_file(path, origin, separator=separator, field=getattr(options, "field", None) or "", kind=kind)
-                for path in paths
+                read_file(Path(path), origin, separator=separator, field=field, kind=kind, features=features)
+                for path in manager.download_and_extract(list(files))
             ]
             splits[str(split)] = joined(parts, origin)
     lengths = {split: len(records) for split, records in splits.items()}
     chosen = datasets.ReadInstruction.from_spec(instruction).to_absolute(lengths)  # ValueError for an unknown split
-    rows = joined([part_of(splits[part.splitname], part.from_, part.to) for part in chosen], origin)
-    return with_label_names(rows, labelled(builder.info.features or {}))
+    return joined([part_of(splits[part.splitname], part.from_, part.to) for part in chosen], origin)
 
 
 def _require(key: str, name: str, what: str, path: str, existing: Iterable[str]) -> None:

@@ -22,6 +22,7 @@ class LargestNumberSource:
     """Endless prompts with three different numbers of two digits."""
 
     name = NAME
+    generates = True
 
     def __init__(self, seed: int, env: str) -> None:
         self._seed = seed

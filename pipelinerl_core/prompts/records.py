@@ -9,6 +9,7 @@ import codecs
 import csv
 import io
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, time
@@ -35,10 +36,18 @@ _MAX_FIELD_CHARS = 1 << 26
 _ROWS_AT_ONCE = 10_000
 _EXACT_IN_DOUBLE = 2.0**53
 
-_DECODER = json.JSONDecoder(parse_constant=lambda _: None)  # NaN and Infinity are not JSON: null
 
-# Half of a surrogate pair, or a number beyond the range of floating-point numbers.
-_DOUBTFUL = re.compile(rb"\\u[dD]|[eE]\+?\d{3}")
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"the number {text[:20]} is beyond the range of floating-point numbers")
+    return number
+
+
+# NaN and Infinity are not JSON: null.
+_DECODER = json.JSONDecoder(parse_constant=lambda _: None, parse_float=_finite)
+
+_DOUBTFUL = re.compile(rb"\\u[dD]")  # half of a surrogate pair
 _MAX_DEPTH = 100
 """Messages between the roles hold values of up to 190."""
 
@@ -82,7 +91,15 @@ class Records:
         return list(dict.fromkeys(name for row in range(min(len(self), 100)) for name in _names(self[row])))
 
 
-def read_file(path: Path, key: str, *, separator: str = "", field: str = "", kind: str = "") -> Records:
+def read_file(
+    path: Path,
+    key: str,
+    *,
+    separator: str = "",
+    field: str = "",
+    kind: str = "",
+    features: Mapping[str, Any] | None = None,
+) -> Records:
     """The rows of a file. Raises ConfigError if the file is missing or cannot be read.
 
     Args:
@@ -90,7 +107,8 @@ def read_file(path: Path, key: str, *, separator: str = "", field: str = "", kin
         key: key and value that name the file, for messages.
         separator: of the columns of a CSV file; empty: by the name.
         field: of the one object in a JSON file, the field with the list of rows.
-        kind: json or csv, whatever the name ends in.
+        kind: json, csv or parquet, whatever the name ends in.
+        features: columns with class labels that a data set declares (`labelled`); None: those of a Parquet file.
     """
     kind = f".{kind}" if kind else path.suffix
     if kind not in FILE_SUFFIXES:
@@ -99,14 +117,17 @@ def read_file(path: Path, key: str, *, separator: str = "", field: str = "", kin
         raise ConfigError(f"{key}: no such file. Set a file whose name ends in {', '.join(FILE_SUFFIXES)}")
     try:
         if kind == ".parquet":
-            return table_records(pyarrow.parquet.read_table(path), key)
+            return table_records(pyarrow.parquet.read_table(path), key, features)
         data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
         if kind in (".csv", ".tsv"):
-            return Records(_csv_lines(data.decode(), separator or ("\t" if kind == ".tsv" else ",")), key)
+            lines = _csv_lines(data.decode(), separator or ("\t" if kind == ".tsv" else ","))
+            return _with_label_names(Records(lines, key), features, is_typed=False)
         if field or (kind == ".json" and data.lstrip()[:1] == b"["):
             values = _DECODER.decode(data.decode())
-            return Records([_line(value) for value in (values[field] if field else values)], key)
-        return Records([line for line in data.split(b"\n") if line.strip()], key)
+            records = Records([_line(value) for value in (values[field] if field else values)], key)
+        else:
+            records = Records([line for line in data.split(b"\n") if line.strip()], key)
+        return _with_label_names(records, features, is_typed=True)
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, csv.Error, RecursionError) as error:
         raise ConfigError(f"{key}: cannot be read as {kind[1:]}: {_reason(error)}. {_ADVICE[kind]}") from None
 
@@ -122,21 +143,22 @@ def part_of(records: Records, start: int | None, end: int | None) -> Records:
     return Records(records.lines[start:end], records.origin, records.notes)
 
 
-def table_records(table: pa.Table, origin: str) -> Records:
+def table_records(table: pa.Table, origin: str, features: Mapping[str, Any] | None = None) -> Records:
     """The rows of an Arrow table: class labels by name, dates and decimals as text, binary data and NaN as null.
 
-    Raises ConfigError if two columns have the same name, and Arrow's errors for damaged data.
+    features: columns with class labels (`labelled`); None: those that the table declares. Raises ConfigError if two
+    columns have the same name, and Arrow's errors for damaged data.
     """
     table.validate(full=True)  # text that is not UTF-8 otherwise raises where the text is used
     names = table.column_names
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{origin}: several columns are named {', '.join(repeated)}. Rename them")
-    labels = _label_columns(table.schema)
+    labels = _label_columns(table.schema) if features is None else features
     lines: list[bytes] = []
     for batch in table.to_batches(_ROWS_AT_ONCE):
         for record in batch.to_pylist():
-            for name, feature in labels.items():
-                record[name] = _with_names(record[name], feature)
+            for name in labels.keys() & record.keys():
+                record[name] = _with_names(record[name], labels[name], is_typed=True)
             lines.append(_line(record))
     return Records(lines, origin, [note for name in names if name not in labels for note in _lost(name, table[name])])
 
@@ -144,12 +166,19 @@ def table_records(table: pa.Table, origin: str) -> Records:
 def _lost(name: str, values: pa.ChunkedArray) -> Iterator[str]:
     """What the file does not keep of the values of a column that were text or integers before."""
     kind = values.type
-    if pa.types.is_temporal(kind) or pa.types.is_decimal(kind):
+    if pa.types.is_struct(kind):
+        for field in kind:
+            inner = pa.chunked_array([pc.struct_field(part, field.name) for part in values.chunks], field.type)
+            yield from _lost(f"{name}.{field.name}", inner)
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        yield from _lost(f"{name}[]", pa.chunked_array(list(map(pc.list_flatten, values.chunks)), kind.value_type))
+    elif pa.types.is_temporal(kind) or pa.types.is_decimal(kind):
         example = next((_as_text(value) for value in values.to_pylist() if value is not None), "null")
         yield f"column {name} holds {kind}, not text: its values are given as text such as {example!r}"
     elif pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind):
         yield f"column {name} holds {kind}: its values are given as null"
     elif pa.types.is_floating(kind):
+        values = values.cast(pa.float64())  # Arrow has few functions for half precision
         known = values.filter(pc.is_finite(values))
         if len(known) and pc.all(pc.equal(known, pc.floor(known))).as_py():
             largest = pc.max(pc.abs(known)).as_py()
@@ -171,27 +200,34 @@ def labelled(features: Mapping[str, Any]) -> dict[str, Any]:
     return {name: feature for name, feature in features.items() if "ClassLabel(" in repr(feature)}
 
 
-def _with_names(value: Any, feature: Any) -> Any:
-    """The value with the names of its class labels instead of their numbers; -1, no label, is null."""
+def _with_names(value: Any, feature: Any, *, is_typed: bool) -> Any:
+    """The value with the names of its class labels instead of their numbers; -1, no label, is null.
+
+    is_typed: text is a name. Otherwise, in CSV, text may be a number too, as the datasets library reads it.
+    """
     if hasattr(feature, "int2str"):
+        if is_typed and value in feature.names:
+            return value
         number = int(value) if isinstance(value, str) and value.lstrip("-").isdecimal() else value
         if not isinstance(number, int):
             return value
         return feature.names[number] if 0 <= number < len(feature.names) else None
     if isinstance(feature, Mapping) and isinstance(value, Mapping):
-        return {name: _with_names(item, feature.get(name)) for name, item in value.items()}
+        return {name: _with_names(item, feature.get(name), is_typed=is_typed) for name, item in value.items()}
     inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
     if inner is not None and isinstance(value, list):
-        return [_with_names(item, inner) for item in value]
+        return [_with_names(item, inner, is_typed=is_typed) for item in value]
     return value
 
 
-def with_label_names(records: Records, features: Mapping[str, Any]) -> Records:
-    """The rows with the names of class labels that a data set declares. features: result of `labelled`."""
+def _with_label_names(records: Records, features: Mapping[str, Any] | None, *, is_typed: bool) -> Records:
+    """The rows with the names of class labels that a data set declares."""
     if not features:
         return records
-    lines = [_line({**row, **{name: _with_names(row[name], features[name]) for name in features if name in row}})
-             for row in records]  # fmt: skip
+    lines = []
+    for row in records:
+        known = features.keys() & row.keys()
+        lines.append(_line(row | {name: _with_names(row[name], features[name], is_typed=is_typed) for name in known}))
     return Records(lines, records.origin, records.notes)
 
 

@@ -4,7 +4,7 @@ To add a prompt source: a file in this folder, a section in config/sections.py, 
 function in SOURCES. The function imports the file, because datasets and reasoning_gym take seconds to import.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 
 from pipelinerl_core.config.mixture import naming
@@ -12,6 +12,12 @@ from pipelinerl_core.config.sections import RunConfig
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import PromptSource
 from pipelinerl_core.prompts.mixture import MixtureSource
+from pipelinerl_core.prompts.table import TableSource, text_hash
+from pipelinerl_core.types import Prompt
+
+_MAX_DRAWS = 200
+_FAR = 1 << 40
+"""Positions from one draw to the next: no run has so many groups."""
 
 
 def _sums(config: RunConfig) -> PromptSource:
@@ -89,6 +95,44 @@ def build_all(config: RunConfig) -> tuple[dict[str, PromptSource], dict[str, Pro
         others = {f"held-out prompts of mixture.{other}": parts[other] for other in parts if other != name}
         others |= {f"prompts of eval.sets.{other}": sets[other] for other in sets}
         for told, other in others.items():
-            if hasattr(source, "leave_out") and hasattr(other, "leave_out"):  # tables of rows
+            if isinstance(source, TableSource) and isinstance(other, TableSource):
                 source.leave_out(other, told)
+            elif isinstance(source, TableSource) and _generates(other):
+                texts = {text_hash(prompt.text) for prompt in other.held_out(config.eval.num_prompts)}
+                source.leave_out_texts(texts, told)
+        if _generates(source):
+            tables = [other for other in others.values() if isinstance(other, TableSource)]
+            if taken := set().union(*(table.held_out_texts() for table in tables)):
+                parts[name] = WithoutTexts(source, taken)
     return parts, sets
+
+
+def _generates(source: PromptSource) -> bool:
+    """Whether the source makes up the texts of its prompts."""
+    return getattr(source, "generates", False)
+
+
+class WithoutTexts:
+    """A source of generated prompts that draws again where a prompt is held out elsewhere."""
+
+    generates = True
+
+    def __init__(self, source: PromptSource, texts: Collection[str]) -> None:
+        """texts: `text_hash` of the texts that are not drawn."""
+        self.name = source.name
+        self._source, self._texts = source, texts
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt at a position. Raises ConfigError if too few prompts are left."""
+        for draw in range(_MAX_DRAWS):
+            prompt = self._source.prompt(index + draw * _FAR)
+            if text_hash(prompt.text) not in self._texts:
+                return prompt
+        raise ConfigError(
+            f"prompts of {self.name}: {_MAX_DRAWS} draws in a row are prompts of eval.sets or held out of another "
+            "part of the mixture. Leave prompts for training"
+        )
+
+    def held_out(self, count: int) -> list[Prompt]:
+        """Those of the source."""
+        return self._source.held_out(count)

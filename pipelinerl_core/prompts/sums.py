@@ -32,6 +32,7 @@ class SumsSource:
     """Endless sums; every position takes the same few microseconds."""
 
     name = NAME
+    generates = True
 
     def __init__(self, lengths: tuple[int, ...], seed: int, env: str) -> None:
         """`lengths` are numbers of summands, drawn uniformly."""

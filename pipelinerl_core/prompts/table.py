@@ -3,7 +3,7 @@
 import difflib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, lru_cache
 from string import Formatter
 from typing import Any
@@ -39,7 +39,8 @@ class Rows:
         self.ids: list[str] = []
         """Of each row: prompt_id of the text shown to the model."""
         self.questions: list[str] = []
-        """Of each row: hash of the columns that the prompt is made of, whatever the source and the template."""
+        """Of each row: hash of the columns that the prompt is made of, each once, whatever the source and the
+        template."""
         self.texts: list[str] = [] if section.template else self.questions
         """Of each row: hash of the text shown to the model."""
         self.num_empty_answers = 0
@@ -47,9 +48,12 @@ class Rows:
             columns = self._columns(row, record)
             text = self._filled(columns)
             self.ids.append(prompt_id(name, text))
-            self.questions.append(_hash("\0".join(columns)))
+            names = [column for _, column in self._template if column is not None]
+            self.questions.append(
+                text_hash("\0".join(value for _, value in sorted(set(zip(names, columns, strict=True)))))
+            )
             if section.template:
-                self.texts.append(_hash(text))
+                self.texts.append(text_hash(text))
             self.num_empty_answers += self._answer(row, record) == ""
 
     def first_rows(self) -> dict[str, int]:
@@ -78,17 +82,23 @@ class Rows:
     def matching(self, other: "Rows", others: Sequence[int]) -> list[int]:
         """Rows that are the same problem as one of the rows `others` of `other`: the columns that the prompt is made
         of have the same text, or the text shown to the model or all columns are equal."""
-        questions = {other.questions[row] for row in others}
-        if [column for _, column in self._template] == [column for _, column in other._template]:
-            return [row for row, question in enumerate(self.questions) if question in questions]
-        texts, whole = {other.texts[row] for row in others}, {other.row_hashes[row] for row in others}
-        return [row for row, question in enumerate(self.questions)
-                if question in questions or self.texts[row] in texts or self.row_hashes[row] in whole]  # fmt: skip
+        questions, texts = {other.questions[row] for row in others}, {other.texts[row] for row in others}
+        found = [row for row, question in enumerate(self.questions)
+                 if question in questions or self.texts[row] in texts]  # fmt: skip
+        if {column for _, column in self._template} != {column for _, column in other._template}:
+            whole = {other.row_hashes[row] for row in others}
+            found += [row for row, whole_row in enumerate(self.row_hashes) if whole_row in whole]
+        return sorted(set(found))
 
     @cached_property
     def row_hashes(self) -> list[str]:
-        """Of each row: hash of all columns, whatever their order."""
-        return [_hash(json.dumps(record, sort_keys=True)) for record in self._records]
+        """Of each row: hash of all columns, whatever their order; a column that is null is as one that is missing."""
+        return [
+            text_hash(
+                json.dumps({name: value for name, value in record.items() if value is not None}, sort_keys=True)
+            )
+            for record in self._records
+        ]
 
     def notes(self) -> list[str]:
         """Lines of text: what the format of the file has lost, and empty answers."""
@@ -168,6 +178,19 @@ class TableSource:
         rows = self._rows.matching(other._held_out_rows, other._held_out)
         self._take_out(rows, f"training rows are also {name} and are left out of training")
 
+    def leave_out_texts(self, texts: Collection[str], name: str) -> None:
+        """`leave_out` for prompts that another source generates. texts: `text_hash` of what is shown to the model."""
+        rows = [row for row, text in enumerate(self._rows.texts) if text in texts]
+        self._take_out(rows, f"training rows are also {name} and are left out of training")
+
+    def held_out_texts(self) -> set[str]:
+        """`text_hash` of the text of each held-out prompt, as shown to the model."""
+        return {self._held_out_rows.texts[row] for row in self._held_out}
+
+    def held_out_notes(self) -> list[str]:
+        """Lines of text about the held-out rows: what the format of their file has lost, and empty answers."""
+        return self._held_out_rows.notes()
+
     def shared(self, other: "TableSource") -> list[str]:
         """The held-out prompts that are the same problems as held-out prompts of `other`."""
         rows = set(self._held_out_rows.matching(other._held_out_rows, other._held_out))
@@ -209,17 +232,25 @@ class TableSource:
     def summary(self) -> list[str]:
         """Lines of text: how many prompts are for training and how many are held out, overlaps of both, and what the
         format of the file has lost."""
-        first = {self._rows.ids[row]: row for row in reversed(self._training)}
+        first = {self._rows.ids[row] for row in self._training}
         num_held_out, num_all = len(self._held_out), len(first) + len(self._held_out)
-        texts = {_simplified(self._held_out_rows.text(row)) for row in self._held_out}
-        alike = sorted(row for row in first.values() if _simplified(self._rows.text(row)) in texts)
         return [
             f"{len(first):,} different prompts to train on ({len(self._training):,} rows), {num_held_out:,} held "
             f"out ({num_held_out / num_all:.1%})",
             *self._left_out,
-            *self._told(alike, "training prompts equal a held-out prompt but for case and spaces"),
+            *self.alike(self, "a held-out prompt"),
             *dict.fromkeys([*self._rows.notes(), *self._held_out_rows.notes()]),
         ]
+
+    def alike(self, other: "TableSource", name: str) -> list[str]:
+        """A line of text if training prompts equal a held-out prompt of `other` but for case and spaces.
+
+        name: of such a prompt.
+        """
+        first = {self._rows.ids[row]: row for row in reversed(self._training)}
+        texts = {_simplified(other._held_out_rows.text(row)) for row in other._held_out}
+        rows = sorted(row for row in first.values() if _simplified(self._rows.text(row)) in texts)
+        return self._told(rows, f"training prompts equal {name} but for case and spaces")
 
     def _told(self, rows: Sequence[int], what: str) -> list[str]:
         return [f"{len(rows):,} {what}; the first is {self._rows.text(rows[0])[:60]!r}"] if rows else []
@@ -243,7 +274,8 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and {"role", "content"} <= value.keys()
 
 
-def _hash(text: str) -> str:
+def text_hash(text: str) -> str:
+    """16 hex digits for equal texts."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

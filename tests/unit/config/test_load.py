@@ -313,3 +313,12 @@ def test_an_mlflow_uri_that_is_not_set_comes_from_the_environment(monkeypatch):
     assert TrackingConfig(mlflow_uri="none").chosen_uri == "none"
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     assert TrackingConfig().chosen_uri == ""
+
+
+@pytest.mark.parametrize("text", [b'path="\xe9.jsonl"', b"x=" + b"[" * 5000, b"steps=" + b"1" * 5000])
+def test_a_file_that_is_no_toml_is_one_line(tmp_path, text):
+    path = tmp_path / "mine.toml"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=r"mine\.toml: (not valid TOML|cannot be read): ") as caught:
+        load_config(str(path))
+    assert "\n" not in str(caught.value)

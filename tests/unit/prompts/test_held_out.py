@@ -3,6 +3,8 @@
 import json
 from itertools import product
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from pipelinerl_core.config import build_config
@@ -110,3 +112,105 @@ def test_the_held_out_prompts_do_not_depend_on_the_sets(tmp_path, train):
     hard = write(tmp_path / "hard.jsonl", ROWS[100:150])
     with_sets = configured({"path": train}, eval={"sets": {"hard": {"path": hard}}})
     assert build_source(with_sets).held_out(400) == build_source(configured({"path": train})).held_out(400)
+
+
+def test_the_same_text_of_one_column_under_two_templates_is_left_out(tmp_path):
+    """The template of the one side is part of the rows of the other side."""
+    plain = [{"prompt": f"What is {number}?", "answer": "1"} for number in range(60)]
+    finished = [{"prompt": f"Question: What is {number}?", "answer": "1"} for number in range(20)]
+    files = write(tmp_path / "plain.jsonl", plain), write(tmp_path / "finished.jsonl", finished)
+    template = "Question: {prompt}"
+    for training, own, other, theirs in ((files[0], template, files[1], ""), (files[1], "", files[0], template)):
+        sets = {"hard": {"path": other, "template": theirs}}
+        if training == files[0]:
+            parts, found = build_all(configured({"path": training, "template": own}, eval={"sets": sets}))
+            texts = {prompt.text for prompt in found["hard"].held_out(99)}
+            assert not texts & {parts[""].prompt(index).text for index in range(60)}
+        else:
+            with pytest.raises(ConfigError, match="none is left to train on"):
+                build_source(configured({"path": training, "template": own}, eval={"sets": sets})).prompt(0)
+
+
+def test_rows_with_the_text_of_a_held_out_prompt_of_other_columns_are_not_trained(tmp_path):
+    rows = [{"a": a, "b": b, "answer": "1"} for a in ("1", "12", "123") for b in ("23", "3", "4", "34")]
+    path = write(tmp_path / "rows.jsonl", rows)
+    source = build_source(configured({"path": path, "template": "{a}{b}", "held_out_share": 0.4}))
+    held_out = {prompt.text for prompt in source.held_out(99)}
+    assert not held_out & {source.prompt(index).text for index in range(len(rows))}
+
+
+@pytest.mark.parametrize(
+    ("template", "theirs"), [("{q} {ctx}", "{ctx} {q}"), ("{q}\nRead again: {q}", "{q}"), ("{q}", "{q} {q}")]
+)
+def test_the_same_columns_in_another_order_or_number_are_the_same_problem(tmp_path, template, theirs):
+    rows = [{"q": f"Question {number}", "ctx": f"Text {number}", "answer": "1"} for number in range(60)]
+    training = write(tmp_path / "rows.jsonl", rows)
+    other = write(tmp_path / "set.jsonl", [{**row, "extra": number} for number, row in enumerate(rows[:30])])
+    sets = {"hard": {"path": other, "template": theirs}}
+    source = build_source(configured({"path": training, "template": template}, eval={"sets": sets}))
+    trained = {source.prompt(index).task["q"] for index in range(60)}
+    assert not trained & {row["q"] for row in rows[:30]}
+
+
+def test_a_missing_column_is_as_one_that_is_null(tmp_path):
+    rows = [{"q": f"Question {number}", "ctx": "", "answer": "1"} for number in range(40)]
+    training = write(tmp_path / "rows.jsonl", rows)
+    other = write(tmp_path / "set.jsonl", [{**row, "note": None} for row in rows[:20]])
+    sets = {"hard": {"path": other, "template": "{ctx}{q}"}}
+    source = build_source(configured({"path": training, "template": "{q}"}, eval={"sets": sets}))
+    assert not {source.prompt(index).task["q"] for index in range(40)} & {row["q"] for row in rows[:20]}
+
+
+def sums(share):
+    """The sums of two numbers whose first summand is below share."""
+    return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(share) for b in range(10)]
+
+
+def test_generated_prompts_of_a_set_are_drawn_again(tmp_path):
+    path = write(tmp_path / "sums.jsonl", sums(8))
+    sets = {"mine": {"kind": "file", "path": path}}
+    config = configured({"kind": "sums", "lengths": [2]}, eval={"sets": sets})
+    source = build_source(config)
+    texts = [source.prompt(index).text for index in range(200)]
+    assert {text[0] for text in texts} == {"8", "9"}
+    assert texts == [build_source(config).prompt(index).text for index in range(200)]
+    everything = {"mine": {"kind": "file", "path": write(tmp_path / "all.jsonl", sums(10))}}
+    with pytest.raises(ConfigError, match="draws in a row are prompts of"):
+        build_source(configured({"kind": "sums", "lengths": [2]}, eval={"sets": everything})).prompt(0)
+
+
+def test_rows_that_another_part_generates_as_held_out_prompts_are_left_out(tmp_path):
+    path = write(tmp_path / "sums.jsonl", sums(10))
+    mixture = {
+        "made": {"weight": 1.0, "prompts": {"kind": "sums", "lengths": [2]}},
+        "file": {"weight": 1.0, "prompts": {"kind": "file", "path": path}, "reward": {"kind": "exact_match"}},
+    }
+    parts, _ = build_all(configured({"kind": "sums"}, mixture=mixture, eval={"num_prompts": 64}))
+    made = {prompt.text for prompt in parts["made"].held_out(64)}
+    own = {prompt.text for prompt in parts["file"].held_out(99)}
+    assert not made & {parts["file"].prompt(index).text for index in range(parts["file"].num_training)}
+    assert not own & {parts["made"].prompt(index).text for index in range(300)}
+
+
+def test_what_a_set_has_lost_and_its_empty_answers_are_told(tmp_path, train):
+    table = pa.table({"prompt": ["new 1", "new 2"], "answer": [3.0, 1.2e19]})
+    pyarrow.parquet.write_table(table, tmp_path / "set.parquet")
+    empty = write(tmp_path / "empty.jsonl", [{"prompt": "new 3", "answer": ""}])
+    sets = {"lost": {"path": str(tmp_path / "set.parquet")}, "empty": {"path": empty}}
+    lines = check(configured({"path": train}, eval={"sets": sets}))
+    assert any(line.startswith("eval.sets.lost: column answer holds double") for line in lines)
+    assert any(line.startswith("eval.sets.empty: 1 rows have an empty answer") for line in lines)
+
+
+def test_prompts_that_differ_in_case_or_spaces_from_a_set_or_another_part_are_told(tmp_path, train):
+    other = write(tmp_path / "set.jsonl", [{"prompt": " what is 7+7? ", "answer": "14"}])
+    lines = check(configured({"path": train}, eval={"sets": {"hard": {"path": other}}}))
+    assert any(
+        line.startswith("1 training prompts equal a prompt of eval.sets.hard but for case and spaces")
+        for line in lines
+    )
+
+
+def test_a_set_of_tasks_of_an_environment_needs_an_environment():
+    with pytest.raises(ConfigError, match=r"^eval.sets.x: kind=environment .*Set environment\.path"):
+        configured({"path": "rows.jsonl"}, eval={"sets": {"x": {"kind": "environment"}}})

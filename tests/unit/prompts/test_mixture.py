@@ -32,4 +32,4 @@ def test_the_check_before_the_start_names_the_part(tmp_path, prepared_model):
     file.write_text("".join(f'{{"prompt": "{number}+1=", "answer": {number + 1}}}\n' for number in range(20)))
     own = ["mixture.own.prompts.kind=file", f"mixture.own.prompts.path={file}"]
     lines = check(load_config("quickstart", [*SETTINGS, *own]))
-    assert lines[0].startswith("mixture.own: 16 different prompts to train on (16 rows), 4 held out")
+    assert lines[0].startswith("mixture.own: 15 different prompts to train on (15 rows), 4 held out")

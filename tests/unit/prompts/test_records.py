@@ -1,6 +1,7 @@
 """Data is what the file says: no reader guesses types, in any format, until it reaches reward and environment."""
 
 import csv
+import gzip
 import io
 import json
 from datetime import UTC, date, datetime
@@ -229,3 +230,86 @@ def test_empty_answers_are_counted(tmp_path):
         "2 rows have an empty answer: an empty reply would be right"
         in source(written(tmp_path, "rows.jsonl", rows)).summary()
     )
+
+
+@pytest.mark.parametrize("form", ["saved", "directory", "card", "file"])
+@pytest.mark.parametrize("names", [["1", "0"], ["-1", "0", "1"], ["1", "2", "3"]])
+def test_class_labels_whose_names_are_numbers_are_mapped_once(tmp_path, form, names):
+    features = datasets.Features(
+        {"prompt": datasets.Value("string"), "n": datasets.Value("int64"),
+         "answer": datasets.ClassLabel(names=names), "meta": {"inner": datasets.ClassLabel(names=names)}}
+    )  # fmt: skip
+    rows = [{"prompt": f"p{number}", "n": number, "answer": number, "meta": {"inner": number}}
+            for number in range(len(names))]  # fmt: skip
+    data = datasets.Dataset.from_list(rows, features=features)
+    path, kind = tmp_path / "data", "huggingface"
+    if form == "saved":
+        data.save_to_disk(str(path))
+    else:
+        path.mkdir()
+        data.to_parquet(path / "train.parquet")
+    if form == "card":
+        declared = "".join(f"          '{number}': '{name}'\n" for number, name in enumerate(names))
+        (path / "README.md").write_text(
+            "---\ndataset_info:\n  features:\n  - name: prompt\n    dtype: string\n  - name: n\n    dtype: int64\n"
+            f"  - name: answer\n    dtype:\n      class_label:\n        names:\n{declared}"
+            f"  - name: meta\n    struct:\n    - name: inner\n      dtype:\n        class_label:\n          names:\n"
+            + "".join(f"            '{number}': '{name}'\n" for number, name in enumerate(names))
+            + "---\n"
+        )
+    if form == "file":
+        path, kind = path / "train.parquet", "file"
+    found = tasks(source(path, kind))
+    assert [prompt.task["answer"] for prompt in found] == names
+    assert [prompt.task["meta"]["inner"] for prompt in found] == names
+
+
+def test_a_label_that_is_text_in_json_is_a_name(tmp_path):
+    (tmp_path / "README.md").write_text(
+        "---\ndataset_info:\n  features:\n  - name: prompt\n    dtype: string\n  - name: n\n    dtype: int64\n"
+        "  - name: answer\n    dtype:\n      class_label:\n        names:\n"
+        "          '0': '1'\n          '1': '0'\n---\n"
+    )
+    rows = [{"prompt": "a", "n": 0, "answer": "1"}, {"prompt": "b", "n": 1, "answer": 1}]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [prompt.task["answer"] for prompt in tasks(source(tmp_path, "huggingface"))] == ["1", "0"]
+
+
+def test_an_archive_that_was_written_again_is_read_again(tmp_path):
+    for answer in ("first", "second"):
+        rows = [{"prompt": f"{answer} {number}", "n": number, "answer": answer} for number in range(4)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / "train.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+        assert {prompt.task["answer"] for prompt in tasks(source(tmp_path, "huggingface"))} == {answer}
+
+
+def test_parquet_files_of_a_directory_keep_their_own_types(tmp_path):
+    for number, values in enumerate([[7, 8], ["002", "x"]]):
+        table = pa.table({"prompt": ["a", "b"], "n": [2 * number, 2 * number + 1], "answer": values})
+        pyarrow.parquet.write_table(table, tmp_path / f"train-{number}.parquet")
+    found = tasks(source(tmp_path, "huggingface", prompt_column="prompt"))
+    assert [prompt.task["answer"] for prompt in found] == ["7", "8", "002", "x"]
+
+
+@pytest.mark.parametrize("number", ["1e400", f"1{'0' * 400}.5", f"{'9' * 280}e99"])
+@pytest.mark.parametrize("form", ["{}", "[{}]"])
+def test_a_number_beyond_floating_point_is_refused_in_every_form(tmp_path, number, form):
+    path = tmp_path / ("rows.jsonl" if form == "{}" else "rows.json")
+    path.write_text(form.replace("{}", f'{{"prompt": "a", "n": 1, "answer": {number}}}'))
+    with pytest.raises(ConfigError, match="beyond the range of floating-point numbers"):
+        source(path)
+
+
+def test_what_is_lost_inside_of_structs_and_lists_and_in_half_precision_is_told(tmp_path):
+    table = pa.table(
+        {
+            "prompt": ["a", "b"], "n": [0, 1], "answer": ["1", "2"],
+            "meta": pa.array([{"day": date(2024, 2, 11), "mean": 2.0}] * 2),
+            "values": pa.array([[1.0], [2.0]], pa.list_(pa.float64())),
+            "half": pa.array([1.0, 2.0], pa.float16()),
+        }
+    )  # fmt: skip
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    notes = " ".join(read_file(tmp_path / "rows.parquet", "key").notes)
+    for name in ("meta.day holds date32", "meta.mean holds double", "values[] holds double", "half holds halffloat"):
+        assert f"column {name}" in notes
