@@ -44,7 +44,7 @@ NARROW = {
     "sapo": {"tau_positive": 2.0, "tau_negative": 3.0},
     "sequence_product": {"ratio_max": 1.2, "masks": True},
 }
-ROUNDS, STEPS = 3, 100
+ROUNDS, STEPS = 2, 100
 TOLERANCE = 5e-6
 
 # (function, its text, the text with an error)
