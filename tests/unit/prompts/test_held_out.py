@@ -131,10 +131,11 @@ def test_the_same_text_of_one_column_under_two_templates_is_left_out(tmp_path):
                 build_source(configured({"path": training, "template": own}, eval={"sets": sets})).prompt(0)
 
 
-def test_rows_with_the_text_of_a_held_out_prompt_of_other_columns_are_not_trained(tmp_path):
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.8])
+def test_rows_with_the_text_of_a_held_out_prompt_of_other_columns_are_not_trained(tmp_path, share):
     rows = [{"a": a, "b": b, "answer": "1"} for a in ("1", "12", "123") for b in ("23", "3", "4", "34")]
     path = write(tmp_path / "rows.jsonl", rows)
-    source = build_source(configured({"path": path, "template": "{a}{b}", "held_out_share": 0.4}))
+    source = build_source(configured({"path": path, "template": "{a}{b}", "held_out_share": share}))
     held_out = {prompt.text for prompt in source.held_out(99)}
     assert not held_out & {source.prompt(index).text for index in range(len(rows))}
 
@@ -153,7 +154,7 @@ def test_the_same_columns_in_another_order_or_number_are_the_same_problem(tmp_pa
 
 
 def test_a_missing_column_is_as_one_that_is_null(tmp_path):
-    rows = [{"q": f"Question {number}", "ctx": "", "answer": "1"} for number in range(40)]
+    rows = [{"q": f"Question {number}", "ctx": f"Text {number} ", "answer": "1"} for number in range(40)]
     training = write(tmp_path / "rows.jsonl", rows)
     other = write(tmp_path / "set.jsonl", [{**row, "note": None} for row in rows[:20]])
     sets = {"hard": {"path": other, "template": "{ctx}{q}"}}
