@@ -1,18 +1,18 @@
 """Run a benchmark: `make bench NAME=engine ARGS=--json`, or `python -m benchmarks engine --json` in a checkout.
 
-    adapters     versions of LoRA: bytes, and seconds of each stage
+    adapters     weight versions with LoRA: bytes, and seconds of each stage
     demo         a step of the preset smollm2 beside bare loops
     engine       tokens per second of the embedded engine and of transformers' continuous batching
     gpu          engines and learner on a GPU (`make bench-gpu` also writes docs/results-gpu.md)
     learner      a step beside a plain loop and TRL
     learning     schedules compared at the same accuracy, or controls of the objective
-    predictions  those of `simulate` beside runs
+    predictions  predictions of `simulate` beside measured runs
     sandbox      programs of a model per second
     stream       the channel and the hub
     trainer      what ranks wait for between steps
     vllm         overhead of the adapter over plain vLLM
 
-Arguments after the name are those of the benchmark; `--help` shows them.
+The benchmark receives the arguments after its name; `python -m benchmarks engine --help` lists the arguments.
 """
 
 import subprocess

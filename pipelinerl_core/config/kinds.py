@@ -14,7 +14,7 @@ class EngineTraits:
     """Traits of an `engine.kind`."""
 
     package: str = ""
-    """Optional package that the engine needs, and INSTALL of the package in an error; empty: none."""
+    """Optional package that the engine needs; INSTALL has the error of a host without the package. Empty: none."""
     has_workers: bool = False
     """Computes in processes of its own, over several devices, on a GPU unless told otherwise; they receive broadcasts
     and take merged models from shared memory. A second engine takes minutes to start."""

@@ -1,8 +1,8 @@
 """The engines by `engine.kind`.
 
 To add an engine: a folder beside `embedded` and `vllm`, its kind in config/sections.py, its traits in
-config/kinds.py, a function here, and the
-line of the function in ENGINES. The function imports the engine, so a run imports its own engine only.
+config/kinds.py, a function here, and the line of the function in ENGINES. The function imports the engine, so a run
+imports its own engine only.
 """
 
 from collections.abc import Awaitable, Callable, Mapping

@@ -19,7 +19,7 @@ def write_prediction(store: ObjectStore, config: RunConfig) -> None:
         return
     try:
         steps_per_second, lag = run_estimate(config, calibration.speeds_of(config), calibration.work_of(config))
-    except ConfigError as error:
+    except (ConfigError, ArithmeticError) as error:  # the run does not depend on its prediction
         logger.info("the run has no prediction: %s", error)
         return
     record = PredictionRecord(source=calibration.origin, steps_per_second=steps_per_second, mean_lag=lag)

@@ -3,8 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import datasets
+from datasets.utils.extract import ExtractManager
 
 from pipelinerl_core.config.sections import HuggingFacePrompts, RunConfig
 from pipelinerl_core.errors import ConfigError
@@ -22,15 +24,8 @@ _TEXT_READERS = ("json", "csv")
 """Readers of the library that guess types."""
 _KNOWN_OPTIONS = {
     *("name", "version", "data_dir", "data_files", "description", "features", "field", "sep", "delimiter"),
-    *(
-        "use_threads",
-        "block_size",
-        "chunksize",
-        "newlines_in_values",
-        "on_mixed_types",
-        "parse_agent_traces",
-        "batch_size",
-    ),
+    *("use_threads", "block_size", "chunksize", "newlines_in_values", "on_mixed_types", "parse_agent_traces"),
+    "batch_size",
 }
 """Options of these readers that do not change which rows there are, or that are respected here."""
 
@@ -125,13 +120,16 @@ def _file_rows(builder: datasets.DatasetBuilder, instruction: str, origin: str) 
     splits: dict[str, Records] = {}
     for split, files in options.data_files.items():
         if names & {str(split), "all"}:
-            # The library otherwise extracts a local archive once, and takes that for ever.
-            manager = datasets.DownloadManager(download_config=datasets.DownloadConfig(force_extract=True))
-            field = getattr(options, "field", None) or ""
-            parts = [
-                read_file(Path(path), origin, separator=separator, field=field, kind=kind, features=features)
-                for path in manager.download_and_extract(list(files))
-            ]
+            field, paths = getattr(options, "field", None) or "", datasets.DownloadManager().download(list(files))
+            # In its cache the library extracts a local file once, and other processes read there meanwhile.
+            with TemporaryDirectory(prefix="pipelinerl-data-") as place:
+                extract = ExtractManager(place).extract
+                parts = [
+                    read_file(
+                        Path(extract(path)), origin, separator=separator, field=field, kind=kind, features=features
+                    )
+                    for path in paths
+                ]
             splits[str(split)] = joined(parts, origin)
     lengths = {split: len(records) for split, records in splits.items()}
     chosen = datasets.ReadInstruction.from_spec(instruction).to_absolute(lengths)  # ValueError for an unknown split

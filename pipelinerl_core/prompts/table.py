@@ -242,14 +242,19 @@ class TableSource:
             *dict.fromkeys([*self._rows.notes(), *self._held_out_rows.notes()]),
         ]
 
+    @cached_property
+    def _simplified_rows(self) -> dict[int, str]:
+        """First training row of each prompt -> hash of its text without case and spaces; read after `leave_out`."""
+        first = {self._rows.ids[row]: row for row in reversed(self._training)}
+        return {row: text_hash(_simplified(self._rows.text(row))) for row in first.values()}
+
     def alike(self, other: "TableSource", name: str) -> list[str]:
         """A line of text if training prompts equal a held-out prompt of `other` but for case and spaces.
 
         name: of such a prompt.
         """
-        first = {self._rows.ids[row]: row for row in reversed(self._training)}
-        texts = {_simplified(other._held_out_rows.text(row)) for row in other._held_out}
-        rows = sorted(row for row in first.values() if _simplified(self._rows.text(row)) in texts)
+        texts = {text_hash(_simplified(other._held_out_rows.text(row))) for row in other._held_out}
+        rows = sorted(row for row, text in self._simplified_rows.items() if text in texts)
         return self._told(rows, f"training prompts equal {name} but for case and spaces")
 
     def _told(self, rows: Sequence[int], what: str) -> list[str]:

@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from pipelinerl_core.config import load_config
+from pipelinerl_core.errors import EXIT_CONFIG
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.locate import create_run
 from pipelinerl_core.run.user_code import warn_of_changed_code
@@ -47,3 +48,26 @@ def test_an_own_loss_trains_replays_and_resumes(prepared_model, tmp_path, monkey
     assert set(run.record.code) == {"loss.function", "loss.advantage_function"}
     assert_closes(url)
     assert [step.verdict for step in replay_run(url, None, None)] == ["equal"] * 6
+
+
+LATE = """
+def loss(tokens):
+    if len(tokens.lags_M) and int(tokens.lags_M.max()) > 0:
+        raise ValueError("a stale token")
+    return -tokens.advantages_M * tokens.trainer_logprobs_M
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_own_loss_that_fails_during_training_is_one_line_and_is_not_retried(
+    prepared_model, tmp_path, monkeypatch, ranks
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "late.py").write_text(LATE)
+    url, log = f"file://{tmp_path}/runs/late", tmp_path / "trainer.log"
+    own = ("loss.kind=custom", "loss.function=late.py:loss", f"trainer.ranks={ranks}")
+    create_run(url, load_config("quickstart", (*SIX_STEPS, *own)), flow_run_id="", mlflow=None)
+    others = tmp_path / "others.log"
+    with role("hub", url, others), role("actor", url, others), role("trainer", url, log) as trainer:
+        assert trainer.wait(timeout=240) == EXIT_CONFIG, log.read_text()[-3000:]
+    assert log.read_text().splitlines()[-1] == "loss.function=late.py:loss: ValueError: a stale token (late.py:4)"

@@ -144,6 +144,13 @@ def test_a_stored_healthy_mean_is_kept():
     assert healthy.norm == 0.003
 
 
+def test_a_comparison_far_above_the_healthy_mean_moves_the_mean_by_half_of_its_weight():
+    healthy = measured("bfloat16", 0.004)
+    before = healthy.mean
+    healthy.follow(np.full(NUM_TOKENS, 0.4))
+    assert healthy.mean == pytest.approx(before * (1 + 0.5 / 10))  # the first mean counts as ten comparisons
+
+
 def test_with_adapters_the_rounding_grows_after_version_0():
     """As recorded with LoRA in bfloat16: the mean doubles within a few comparisons."""
     rng = np.random.default_rng(0)
