@@ -20,8 +20,9 @@ import torch
 
 from benchmarks import report
 from benchmarks.engine_load import random_model
-from pipelinerl_core.config import RunConfig, load_config
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.engine.embedded.load import load_engine
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.runtime.inference import base_weights, model_directory
 from pipelinerl_core.roles.runtime.process import exit_codes, limit_threads
 from pipelinerl_core.roles.trainer.learners import build_alone

@@ -24,9 +24,10 @@ from benchmarks import report
 from benchmarks.engine_load import count_tokens, random_rollout
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher, num_forward_tokens
-from pipelinerl_core.config import RunConfig, load_config
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.roles.runtime.inference import build_codec, model_directory
 from pipelinerl_core.training.learner import TorchLearner

@@ -18,7 +18,8 @@ from benchmarks.engine_load import random_model, random_rollout
 from benchmarks.sizes import SIZES
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher, num_forward_tokens
-from pipelinerl_core.config.sections import EngineConfig, RolloutsConfig, RunConfig
+from pipelinerl_core.config.run import RunConfig
+from pipelinerl_core.config.sections import EngineConfig, RolloutsConfig
 from pipelinerl_core.config.training import LearnerConfig, TrainerConfig
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import ModelDimensions, model_dimensions, prepare_model

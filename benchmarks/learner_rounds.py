@@ -18,7 +18,8 @@ from benchmarks.sizes import SIZES
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher, num_forward_tokens
 from pipelinerl_core.batching.pack import Packing, pack
-from pipelinerl_core.config.sections import EngineConfig, RolloutsConfig, RunConfig
+from pipelinerl_core.config.run import RunConfig
+from pipelinerl_core.config.sections import EngineConfig, RolloutsConfig
 from pipelinerl_core.config.training import LearnerConfig, TrainerConfig
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import head_weight, hidden_states, prepare_model

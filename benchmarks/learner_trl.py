@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from pipelinerl_core.config.losses import ReinforceLoss
-from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.training.optimizer import make_adam
 from pipelinerl_core.types import TrainingRow
 

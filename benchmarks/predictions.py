@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from pipelinerl_core.config.load import load_config
 from pipelinerl_core.errors import ConfigError, PipelineRLError
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.planning.cache import cached_calibration
 from pipelinerl_core.planning.calibration import calibrate
 from pipelinerl_core.planning.closed_form import run_estimate

@@ -13,10 +13,10 @@ from pathlib import Path
 from benchmarks.peer_points import PEERS_PREFIX, read_peer
 from pipelinerl_core.comparison.analysis import ComparedRun
 from pipelinerl_core.comparison.plan import PlannedRun, Wanted, digest_of
-from pipelinerl_core.config import load_config
 from pipelinerl_core.config.arm import Arm, read_arms
-from pipelinerl_core.config.model_path import seeded_path
 from pipelinerl_core.errors import ConfigError, PipelineRLError
+from pipelinerl_core.models.paths import seeded_path
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.locate import local_directory, root_url
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision.role_commands import ending_with_parent

@@ -20,11 +20,12 @@ import psutil
 
 from benchmarks.stream_actors import GROUP_SIZE, RUN_ID, Cell, run_actors
 from pipelinerl_core.channel.client import HubClient
-from pipelinerl_core.config import RunConfig, build_config
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data.codec import flat_list
 from pipelinerl_core.errors import DeadlineExceeded, HubUnavailable, PipelineRLError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import Ack, Committed, FateRecord, Register, Registered, Reserve, Reserved, Rows
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.run.context import TOKEN_VARIABLE
 from pipelinerl_core.run.hub_status import read_hub
 from pipelinerl_core.run.reading import read_record

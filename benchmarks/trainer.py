@@ -16,8 +16,8 @@ from typing import Any, cast
 from benchmarks import report
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher
-from pipelinerl_core.config import build_config
 from pipelinerl_core.data.codec import decode_batch, decode_rollouts, encode_batch, encode_rollouts, to_segment
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.roles.runtime.process import exit_codes, limit_threads
 from pipelinerl_core.roles.trainer.rank_channel import RankChannel
 from pipelinerl_core.roles.trainer.ranked_learner import RankedLearner, RankLearner

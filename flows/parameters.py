@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from pipelinerl_core.config.sections import FILE_SUFFIXES
+from pipelinerl_core.config.prompts import FILE_SUFFIXES
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -32,8 +32,8 @@ from pipelinerl.tasks.preflight import preflight
 from pipelinerl.tasks.report import write_reports
 from pipelinerl.tasks.run_watch import RunWatch
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.config.hub_models import pinned
 from pipelinerl_core.errors import ConfigError, Fenced, PipelineRLError, StoreUnavailable
+from pipelinerl_core.models.hub import pinned
 from pipelinerl_core.run.context import RunContext, note_resume
 from pipelinerl_core.run.drain import wants_drain
 from pipelinerl_core.run.history import is_complete

@@ -21,8 +21,8 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from pipelinerl_core.config import RunConfig, as_toml
-from pipelinerl_core.config import load_config as _load_config
 from pipelinerl_core.errors import ConfigError, PipelineRLError
+from pipelinerl_core.models.resolve import load_config as _load_config
 from pipelinerl_core.report.live_view import run_status
 from pipelinerl_core.report.run_list import list_runs
 from pipelinerl_core.run.commits import Commits, read_commits
@@ -214,7 +214,7 @@ class Run:
         import pyarrow as pa
         from tokenizers import Tokenizer
 
-        from pipelinerl_core.config.model_path import require_model
+        from pipelinerl_core.models.paths import require_model
 
         path = require_model(self.config.model.path) / "tokenizer.json"
         if not path.is_file():

@@ -7,7 +7,7 @@ from prefect.cache_policies import NO_CACHE
 
 from pipelinerl_core.comparison.plan import PlannedRun
 from pipelinerl_core.comparison.results import Results
-from pipelinerl_core.config.model_path import resolve_model_path
+from pipelinerl_core.models.paths import resolve_model_path
 from pipelinerl_core.report.html import write_report
 from pipelinerl_core.report.samples import token_decoder
 from pipelinerl_core.run.context import RunContext

@@ -20,8 +20,8 @@ from prefect.artifacts import (
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from pipelinerl.tasks.alarms import RUN_STALLED, Alarms
-from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.errors import DeadlineExceeded, MissingObject, StoreError
+from pipelinerl_core.models.paths import resolve_model_path
 from pipelinerl_core.planning.own_run import write_prediction
 from pipelinerl_core.report.equal_rewards import (
     WARN_STEPS,

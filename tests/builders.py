@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipelinerl_core.config import RunConfig, build_config
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data.codec import encode_rollouts
 from pipelinerl_core.interfaces import Engine, ObjectStore
 from pipelinerl_core.messages import FateRecord, Lease, Reserved, Sync
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.run.processor import processor
 from pipelinerl_core.run.records import RUN_KEY, Commit, EpochRecord, HubRecord, RunRecord, commit_key, epoch_key
 from pipelinerl_core.types import Completion, EngineRequest, GroupRef, PartialRow, Sampler, WeightManifest, WeightSpan

@@ -174,7 +174,7 @@ def shm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def prepared_model() -> Path:
     """The quickstart's starting model, built once per machine (about a minute) and cached by digest."""
-    from pipelinerl_core.config.model_path import resolve_model_path
+    from pipelinerl_core.models.paths import resolve_model_path
 
     if resolve_model_path("builtin:sums") is None:
         subprocess.run([sys.executable, "-m", "pipelinerl_core.tools.prepare"], check=True, timeout=400)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.data.codec import encode_batch, to_segment
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import FateRecord

@@ -13,8 +13,9 @@ from pathlib import Path
 from safetensors import torch as safetensors
 
 from benchmarks.peers.record import read_points, weights_file, write_points
-from pipelinerl_core.config import RunConfig, build_config
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.interfaces import WeightUpdate
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.roles.runtime.evaluation import build_set, measure
 from pipelinerl_core.roles.runtime.inference import build_engine
 from pipelinerl_core.roles.runtime.process import configure_logging, exit_codes, limit_threads

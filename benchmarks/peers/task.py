@@ -12,11 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.peers.record import Recorder
-from pipelinerl_core.config import RunConfig, load_config
-from pipelinerl_core.config.gym_tasks import evaluating
-from pipelinerl_core.config.model_path import resolve_model_path
-from pipelinerl_core.config.verifier import scored_tasks, verifier_name
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.gym.tasks import evaluating, scored_tasks
+from pipelinerl_core.models.paths import resolve_model_path
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.rewards.pool import VERIFIERS
 from pipelinerl_core.types import Prompt

@@ -57,7 +57,7 @@ def measure(config: RunConfig) -> None:
 
 def _train(config: RunConfig, file: Path, root: str, overrides: tuple[str, ...]) -> None:
     from pipelinerl_core.config import as_toml
-    from pipelinerl_core.config.load import override_config
+    from pipelinerl_core.models.resolve import override_config
 
     short = override_config(config, ["eval.num_prompts=0", "eval.every_steps=0", "placement.actors=1", *overrides])
     file.write_text(as_toml(short), encoding="utf-8")

@@ -21,8 +21,9 @@ def config(
 
     Examples: `pipelinerl config quickstart trainer.steps=50 > mine.toml`, `pipelinerl config --keys`
     """
-    from pipelinerl_core.config import as_toml, load_config
+    from pipelinerl_core.config import as_toml
     from pipelinerl_core.config.rules import explain_schedule
+    from pipelinerl_core.models.resolve import load_config
 
     if keys:
         listed = every_key()

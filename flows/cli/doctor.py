@@ -27,7 +27,7 @@ def doctor(
     - `pipelinerl doctor mine.toml placement.gpu=H100 trainer.ranks=4`
     """
     from pipelinerl.flows.cli.examination import examine, examine_fit
-    from pipelinerl_core.config import load_config
+    from pipelinerl_core.models.resolve import load_config
 
     config = load_config(source, overrides or ()) if source else None
     examination = examine(root)

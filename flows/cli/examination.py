@@ -16,9 +16,9 @@ import psutil
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.mlflow_login import split_login, take_login
-from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.config.sections import MLFLOW_VARIABLE, ModelConfig
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.paths import resolve_model_path
 from pipelinerl_core.run.locate import SHARED_MEMORY, local_directory, root_url
 from pipelinerl_core.sandbox.programs import host_isolation
 from pipelinerl_core.supervision.checks import check_http, check_mlflow, check_packages, check_root

@@ -30,9 +30,9 @@ def init(
     """
     from pathlib import Path
 
-    from pipelinerl_core.config import load_config
     from pipelinerl_core.config.commented import commented_toml
     from pipelinerl_core.errors import ConfigError
+    from pipelinerl_core.models.resolve import load_config
 
     if "=" in source:  # no preset was given
         source, overrides = "quickstart", [source, *(overrides or ())]

@@ -5,8 +5,8 @@ import time
 from collections.abc import Sequence
 
 from pipelinerl.flows.cli.console import say
-from pipelinerl_core.config import build_config
-from pipelinerl_core.config.model_path import resolve_model_path
+from pipelinerl_core.models.paths import resolve_model_path
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.report.samples import token_decoder
 from pipelinerl_core.report.web import LivePage, build_server
 from pipelinerl_core.run.follow import RunFollower

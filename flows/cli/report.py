@@ -13,7 +13,7 @@ def report(run: Run, root: Root = "", as_json: Json = False) -> None:
     Examples: `pipelinerl report latest`, `pipelinerl report quickstart-1a2b3c4d --root s3://bucket/runs`
     """
     from pipelinerl.flows.cli.training import report_location, summary
-    from pipelinerl_core.config.model_path import resolve_model_path
+    from pipelinerl_core.models.paths import resolve_model_path
     from pipelinerl_core.report.html import write_report
     from pipelinerl_core.report.samples import token_decoder
     from pipelinerl_core.run.context import open_run

@@ -112,8 +112,9 @@ def _source(
 ) -> "tuple[Calibration | None, Source, RunConfig]":
     """The recorded run, if any; where the inputs come from; and the configuration to simulate."""
     from pipelinerl.flows.cli.calibrating import measure
-    from pipelinerl_core.config.load import load_config, override_config, preset_names
+    from pipelinerl_core.config.load import preset_names
     from pipelinerl_core.errors import ConfigError
+    from pipelinerl_core.models.resolve import load_config, override_config
     from pipelinerl_core.planning.what_if import source_of
 
     if source.endswith(".toml") or source in preset_names():
@@ -129,7 +130,7 @@ def _source(
 
 def _recorded(run: str, root: str) -> "Calibration":
     """The calibration of a recorded run."""
-    from pipelinerl_core.config.load import build_config
+    from pipelinerl_core.models.resolve import build_config
     from pipelinerl_core.planning.cache import usable_cores
     from pipelinerl_core.planning.calibration import calibrate
     from pipelinerl_core.report.facts import collect

@@ -12,10 +12,11 @@ from itertools import combinations, product
 from types import MappingProxyType
 from typing import Any, get_args
 
-from pipelinerl_core.config.load import build_config, kinds_of, variants
+from pipelinerl_core.config.load import kinds_of, variants
 from pipelinerl_core.config.losses import AdvantageKind, Normalization
 from pipelinerl_core.config.sections import ScheduleConfig
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import build_config
 
 AXES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {

@@ -10,7 +10,7 @@ from pipelinerl_core.algo.own import ScoredRollout, own_advantages
 from pipelinerl_core.algo.shaping import overlong_penalty
 from pipelinerl_core.algo.staleness import live_mask
 from pipelinerl_core.algo.weighting import loss_weights
-from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.types import FinishReason, Outcome, Rollout, TrainingRow
 
 

@@ -13,12 +13,13 @@ from importlib.metadata import version
 from typing import Any
 
 from pipelinerl_core import __version__
-from pipelinerl_core.config import RunConfig, load_config
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.arm import Arm, distinct
 from pipelinerl_core.config.mlflow_login import without_logins
-from pipelinerl_core.config.model_path import builtin_recipe, seeded_path
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.models.paths import builtin_recipe, seeded_path
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.evaluations import has_passed, next_to_evaluate
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.locate import plain_name, run_url

@@ -11,9 +11,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from pipelinerl_core.config.default_rate import choose_rate
-from pipelinerl_core.config.dtype import choose_dtype
-from pipelinerl_core.config.sections import RowPrompts, RunConfig
+from pipelinerl_core.config.prompts import RowPrompts
+from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.errors import ConfigError
 
 # Sections whose keys depend on their `kind`.
@@ -57,52 +56,42 @@ def preset_names() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in PRESETS.iterdir() if entry.name.endswith(".toml"))
 
 
-def load_config(source: str, overrides: typing.Sequence[str] = ()) -> RunConfig:
-    """The configuration of a preset name or TOML file, with `section.key=value` overrides; raises ConfigError."""
+def read_values(source: str, overrides: typing.Sequence[str] = ()) -> dict[str, Any]:
+    """The values of a preset name or TOML file, with `section.key=value` overrides; raises ConfigError."""
     values = _read(source)
     for override in overrides:
         _apply(values, override)
-    return build_config(values)
+    return values
 
 
-def override_config(config: RunConfig, overrides: typing.Sequence[str]) -> RunConfig:
-    """The same configuration with `section.key=value` overrides; raises ConfigError."""
-    if not overrides:
-        return config
+def with_overrides(config: RunConfig, overrides: typing.Sequence[str]) -> dict[str, Any]:
+    """The values of a configuration with `section.key=value` overrides; raises ConfigError."""
     values = config.model_dump(mode="json")
     for override in overrides:
         _apply(values, override)
-    return build_config(values)
+    return values
 
 
-def resume_config(config: RunConfig, overrides: typing.Sequence[str]) -> RunConfig:
-    """The configuration of a resumed run, with overrides of RESUMABLE keys; ConfigError for any other key."""
+def resume_values(config: RunConfig, overrides: typing.Sequence[str]) -> dict[str, Any]:
+    """The values of a resumed run, with overrides of RESUMABLE keys; ConfigError for any other key."""
     for override in overrides:
         key = override.partition("=")[0]
         if not key.startswith(RESUMABLE):
             raise ConfigError(
                 f"{override}: a resume can change only {_resumable_text()}. Start a new run to change other keys"
             )
-    return override_config(config, overrides)
+    return with_overrides(config, overrides)
 
 
 def _resumable_text() -> str:
     return ", ".join(f"{key}*" if key.endswith(".") else key for key in RESUMABLE)
 
 
-def build_config(values: typing.Mapping[str, Any]) -> RunConfig:
-    """Validate a nested mapping and choose model.dtype and learner.lr if they are auto; raises ConfigError with one
-    line."""
+def validate(values: typing.Mapping[str, Any]) -> RunConfig:
+    """The configuration of a nested mapping, in which keys may be `auto`; raises ConfigError with one line."""
     values = dict(values)
     try:
-        config = RunConfig.model_validate(values)
-        if config.model.dtype == "auto":
-            chosen = {**values, "model": {**values["model"], "dtype": choose_dtype(config)}}
-            config = RunConfig.model_validate(chosen)  # again, because rules between sections read model.dtype
-        if config.learner.lr == "auto":
-            learner = config.learner.model_copy(update={"lr": choose_rate(config)})
-            config = config.model_copy(update={"learner": learner})
-        return config
+        return RunConfig.model_validate(values)
     except ValidationError as error:
         details = [detail for detail in error.errors() if detail["loc"][-1:] != (_AUTO,)]
         raise ConfigError("; ".join(_explain(detail, values) for detail in details)) from None

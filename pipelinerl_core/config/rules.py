@@ -5,24 +5,22 @@ Symbols: N = trainer.groups_per_step, G = rollouts.group_size, W = (max_lag + 1)
 
 import math
 import re
-from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-if TYPE_CHECKING:
-    from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.config.settings import Settings
 
 MIN_KEPT_VERSIONS = 4
 """Smallest weights.keep, except 0: two steps may be uncommitted, and a trainer may start from the step before."""
 _SET_NAME = re.compile(r"[a-z0-9_]{1,40}")
 
 
-def groups_in_flight(config: "RunConfig") -> int:
+def groups_in_flight(config: Settings) -> int:
     """Groups that fill every slot of every actor: ceil(actors * concurrency / G)."""
     return -(-config.engine.concurrency * config.placement.actors // config.rollouts.group_size)
 
 
-def lag_of_full_engines(config: "RunConfig", spread: float = 1.0) -> int:
+def lag_of_full_engines(config: Settings, spread: float = 1.0) -> int:
     """Smallest schedule.max_lag at which no slot stays empty: 1 + ceil(actors * concurrency * spread / (G * N)).
 
     spread: longest over mean length of the rollouts of a group. A group counts against the window until its longest
@@ -33,7 +31,7 @@ def lag_of_full_engines(config: "RunConfig", spread: float = 1.0) -> int:
     return 1 + math.ceil(sequences * spread / (config.rollouts.group_size * config.trainer.groups_per_step))
 
 
-def explain_schedule(config: "RunConfig") -> list[str]:
+def explain_schedule(config: Settings) -> list[str]:
     """The admission window of the schedule, as lines of text."""
     schedule, num = config.schedule, config.trainer.groups_per_step
     window = f"window W = (max_lag + 1) * groups_per_step = ({schedule.max_lag} + 1) * {num} = {config.window_groups}"
@@ -53,7 +51,7 @@ def explain_schedule(config: "RunConfig") -> list[str]:
     ]
 
 
-def first_problem(config: "RunConfig") -> str | None:
+def first_problem(config: Settings) -> str | None:
     """The message (what, why, what to set) of the first broken rule; None if the configuration breaks no rule."""
     return (
         _parts_problem(config)
@@ -69,7 +67,7 @@ def first_problem(config: "RunConfig") -> str | None:
     )
 
 
-def _parts_problem(config: "RunConfig") -> str | None:
+def _parts_problem(config: Settings) -> str | None:
     """A problem of prompts, reward or environment: of the run, or of one part of its mixture."""
     if not config.mixture:
         return _task_problem(config)
@@ -93,7 +91,7 @@ def _parts_problem(config: "RunConfig") -> str | None:
     return None
 
 
-def _task_problem(config: "RunConfig") -> str | None:
+def _task_problem(config: Settings) -> str | None:
     return (
         _prompts_problem(config)
         or _overlong_problem(config)
@@ -112,7 +110,7 @@ def _section_problem(error: ValidationError) -> str:
     return f"{'.'.join(key) or 'kind'}: {detail['msg'].lower()}"
 
 
-def _prompts_problem(config: "RunConfig") -> str | None:
+def _prompts_problem(config: Settings) -> str | None:
     tasks = getattr(config.prompts, "tasks", ())
     for key in ("options", "levels"):
         if unused := [task for task in getattr(config.prompts, key, ()) if task not in tasks]:
@@ -129,7 +127,7 @@ def _prompts_problem(config: "RunConfig") -> str | None:
     return None
 
 
-def _eval_problem(config: "RunConfig") -> str | None:
+def _eval_problem(config: Settings) -> str | None:
     for name in config.eval.sets:
         if not _SET_NAME.fullmatch(name):
             return f"eval.sets.{name[:40]}: a name has lower-case letters, digits and _, at most 40. Rename the set"
@@ -145,7 +143,7 @@ def _eval_problem(config: "RunConfig") -> str | None:
     return None
 
 
-def _engine_problem(config: "RunConfig") -> str | None:
+def _engine_problem(config: Settings) -> str | None:
     engine = config.engine
     if engine.deterministic and not engine.traits.fixes_shapes:
         return (
@@ -167,7 +165,7 @@ def _engine_problem(config: "RunConfig") -> str | None:
     return None
 
 
-def _window_problem(config: "RunConfig") -> str | None:
+def _window_problem(config: Settings) -> str | None:
     needed, window, num = groups_in_flight(config), config.window_groups, config.trainer.groups_per_step
     max_lag = config.schedule.max_lag
     if needed > window and not config.takes_turns:
@@ -188,7 +186,7 @@ def _window_problem(config: "RunConfig") -> str | None:
     return None
 
 
-def _schedule_problem(config: "RunConfig") -> str | None:
+def _schedule_problem(config: Settings) -> str | None:
     schedule = config.schedule
     kind, phase, alpha, max_lag = schedule.kind, schedule.steps_per_phase, schedule.alpha, schedule.max_lag
     traits = schedule.traits
@@ -232,7 +230,7 @@ def _schedule_problem(config: "RunConfig") -> str | None:
     return None
 
 
-def _placement_problem(config: "RunConfig") -> str | None:
+def _placement_problem(config: Settings) -> str | None:
     nodes = config.placement.trainer_nodes
     if nodes > 1 and config.placement.kind == "local":
         return (
@@ -259,7 +257,7 @@ def _placement_problem(config: "RunConfig") -> str | None:
     return None
 
 
-def _loss_problem(config: "RunConfig") -> str | None:
+def _loss_problem(config: Settings) -> str | None:
     if 0 < config.loss.sequence_ratio_max <= 1:
         return (
             f"loss.sequence_ratio_max={config.loss.sequence_ratio_max:g} would leave out every rollout: on policy, "
@@ -301,7 +299,7 @@ def _loss_problem(config: "RunConfig") -> str | None:
     return _own_objective_problem(config)
 
 
-def _own_objective_problem(config: "RunConfig") -> str | None:
+def _own_objective_problem(config: Settings) -> str | None:
     loss = config.loss
     if loss.advantage == "custom" and not loss.advantage_function:
         return "loss.advantage=custom: loss.advantage_function is not set. Set it to FILE.py:FUNCTION"
@@ -324,7 +322,7 @@ def _names_function(location: str) -> bool:
     return name.isidentifier() and (place.endswith(".py") or place.replace(".", "").isidentifier())
 
 
-def _overlong_problem(config: "RunConfig") -> str | None:
+def _overlong_problem(config: Settings) -> str | None:
     if config.reward.overlong_tokens > config.rollouts.max_tokens:
         return (
             f"reward.overlong_tokens={config.reward.overlong_tokens} is more than rollouts.max_tokens="
@@ -333,7 +331,7 @@ def _overlong_problem(config: "RunConfig") -> str | None:
     return None
 
 
-def _reward_problem(config: "RunConfig") -> str | None:
+def _reward_problem(config: Settings) -> str | None:
     reward = config.reward
     if not reward.function:
         if reward.network or reward.environment or (reward.weights and not config.environment.path):
@@ -352,7 +350,7 @@ def _reward_problem(config: "RunConfig") -> str | None:
     return _variables_problem("reward.environment", reward.environment) or _weights_of_reward_problem(config)
 
 
-def _weights_of_reward_problem(config: "RunConfig") -> str | None:
+def _weights_of_reward_problem(config: Settings) -> str | None:
     if not all(math.isfinite(weight) for weight in config.reward.weights.values()):
         return f"reward.weights={config.reward.weights}: a weight is not finite. Set finite weights"
     return None
@@ -364,7 +362,7 @@ def _variables_problem(key: str, names: tuple[str, ...]) -> str | None:
     return None
 
 
-def _environment_problem(config: "RunConfig") -> str | None:
+def _environment_problem(config: Settings) -> str | None:
     environment, reward = config.environment, config.reward
     if problem := _environment_kind_problem(config):
         return problem
@@ -398,7 +396,7 @@ def _environment_problem(config: "RunConfig") -> str | None:
     return _variables_problem("environment.variables", environment.variables)
 
 
-def _environment_kind_problem(config: "RunConfig") -> str | None:
+def _environment_kind_problem(config: Settings) -> str | None:
     environment = config.environment
     given = environment.model_dump(exclude_defaults=True)
     own = [key for key in ("id", "python", "harness") if key in given]
@@ -424,7 +422,7 @@ def _environment_kind_problem(config: "RunConfig") -> str | None:
     return None
 
 
-def _verifiers_problem(config: "RunConfig") -> str | None:
+def _verifiers_problem(config: Settings) -> str | None:
     environment = config.environment
     given = environment.model_dump(exclude_defaults=True)
     if not environment.id:
@@ -441,7 +439,7 @@ def _verifiers_problem(config: "RunConfig") -> str | None:
     return None
 
 
-def _learner_problem(config: "RunConfig") -> str | None:
+def _learner_problem(config: Settings) -> str | None:
     learner = config.learner
     if not learner.traits.splits_state and (learner.zero_stage or learner.offload != "none"):
         return (
@@ -480,7 +478,7 @@ def _learner_problem(config: "RunConfig") -> str | None:
     return None
 
 
-def _weights_problem(config: "RunConfig") -> str | None:
+def _weights_problem(config: Settings) -> str | None:
     if 0 < config.weights.keep < MIN_KEPT_VERSIONS:
         return (
             f"weights.keep={config.weights.keep}: an actor or a starting trainer may still read one of the newest "
@@ -507,7 +505,7 @@ def _weights_problem(config: "RunConfig") -> str | None:
     return None
 
 
-def _arithmetic_problem(config: "RunConfig") -> str | None:
+def _arithmetic_problem(config: Settings) -> str | None:
     if config.rollouts.top_p != 1.0:
         return (
             f"rollouts.top_p={config.rollouts.top_p} truncates the distribution, which breaks the importance "

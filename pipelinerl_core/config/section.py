@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+Dtype = Literal["float32", "bfloat16"]
 Auto = Literal["auto"]
 """The default of a number that follows from other keys."""
 

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from pipelinerl_core.config.gym_tasks import check_task, evaluating
-from pipelinerl_core.config.sections import ReasoningGymPrompts, RunConfig
+from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.errors import ConfigError
 
 AUTOMATIC = {
@@ -43,22 +42,3 @@ def scored_by(config: RunConfig) -> tuple[str, str]:
 def _scoring_environment(config: RunConfig) -> str:
     """environment.path, if the environment scores its episodes itself."""
     return "" if config.environment.is_judged else config.environment.path
-
-
-def scored_tasks(config: RunConfig) -> list[str]:
-    """Tasks that the scorers of reasoning-gym score; empty with another verifier.
-
-    Raises ConfigError for a task whose scorer was not reviewed, or evaluates text although reward.isolation=none.
-    """
-    if verifier_name(config) != "reasoning_gym":
-        return []
-    assert isinstance(config.prompts, ReasoningGymPrompts)
-    tasks = sorted(set(config.prompts.tasks))
-    for task in tasks:
-        check_task(task)
-    if config.reward.isolation == "none" and (evaluated := evaluating(tasks)):
-        raise ConfigError(
-            f"prompts.tasks={', '.join(evaluated)}: the scorer evaluates a model's text, but "
-            "reward.isolation=none. Set reward.isolation=auto or remove the tasks"
-        )
-    return tasks

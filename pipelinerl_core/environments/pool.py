@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.environments.process import EnvironmentProcess, EnvironmentSpec, Loaded
 from pipelinerl_core.environments.worker import Prepare

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.config.load import build_config
-from pipelinerl_core.config.model_path import cache_directory
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.recipes import cache_directory
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.planning.calibration import Calibration
 from pipelinerl_core.planning.lengths import Lengths
 from pipelinerl_core.planning.prediction import Prediction

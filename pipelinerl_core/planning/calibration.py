@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.config.load import build_config
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.planning.lengths import Lengths
 from pipelinerl_core.planning.prediction import (
     INPUTS,

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.config.known_models import ModelShape, model_config_of, shape_of
 from pipelinerl_core.emulation.accelerators import EmulatedSpeeds
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.paths import model_config_of
+from pipelinerl_core.models.shapes import ModelShape, shape_of
 from pipelinerl_core.planning.lengths import Lengths
 from pipelinerl_core.planning.prediction import INPUTS, SYNC_SECONDS
 from pipelinerl_core.planning.simulated_engine import Speeds

@@ -9,8 +9,8 @@ from multiprocessing import get_context
 from typing import Any
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.config.load import override_config
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import override_config
 from pipelinerl_core.planning.prediction import Prediction, Source, predict
 from pipelinerl_core.planning.what_if import ROWS, checked, on_gpus
 from pipelinerl_core.report.charts import Axis, Series, as_file, line_chart

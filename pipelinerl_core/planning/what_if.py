@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.config.load import override_config
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import override_config
 from pipelinerl_core.planning.cache import cached_calibration
 from pipelinerl_core.planning.calibration import Calibration
 from pipelinerl_core.planning.lengths import Lengths

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from pipelinerl_core.config import RunConfig, build_config
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.mixture import naming
-from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import PromptSource
+from pipelinerl_core.models.paths import resolve_model_path
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts import encode_prompt
 from pipelinerl_core.prompts.source import build_all
 from pipelinerl_core.prompts.table import TableSource

@@ -1,6 +1,6 @@
 """The tasks of an environment as prompts: a prompt holds the position of a task, not the task."""
 
-from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.prompts.split import prompt_id
 from pipelinerl_core.types import Prompt

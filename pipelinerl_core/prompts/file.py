@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from pipelinerl_core.config.sections import FilePrompts, RunConfig
+from pipelinerl_core.config.prompts import FilePrompts
+from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.prompts.records import read_file
 from pipelinerl_core.prompts.table import Rows, TableSource
 

@@ -9,11 +9,12 @@ from typing import Any
 
 from reasoning_gym.factory import DATASETS, create_dataset
 
-from pipelinerl_core.config.gym_options import TaskOptions, dataset_options, options_of, options_text
-from pipelinerl_core.config.gym_tasks import COMPOSITE, check_task
-from pipelinerl_core.config.sections import ReasoningGymPrompts, RunConfig
-from pipelinerl_core.config.verifier import scored_tasks, verifier_name
+from pipelinerl_core.config.prompts import ReasoningGymPrompts
+from pipelinerl_core.config.run import RunConfig
+from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.gym.options import TaskOptions, dataset_options, options_of, options_text
+from pipelinerl_core.gym.tasks import COMPOSITE, check_task, scored_tasks
 from pipelinerl_core.prompts.split import GENERATED_SHARE, is_held_out, prompt_id, stable_seed
 from pipelinerl_core.types import Prompt
 

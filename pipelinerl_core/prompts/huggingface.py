@@ -8,7 +8,8 @@ from tempfile import TemporaryDirectory
 import datasets
 from datasets.utils.extract import ExtractManager
 
-from pipelinerl_core.config.sections import HuggingFacePrompts, RunConfig
+from pipelinerl_core.config.prompts import HuggingFacePrompts
+from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.prompts.records import (
     Records,

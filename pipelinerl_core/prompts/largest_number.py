@@ -2,7 +2,7 @@
 
 import random
 
-from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.prompts.split import GENERATED_SHARE, is_held_out, prompt_id, stable_seed
 from pipelinerl_core.types import Prompt

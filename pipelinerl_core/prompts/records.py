@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet
 
-from pipelinerl_core.config.sections import FILE_SUFFIXES
+from pipelinerl_core.config.prompts import FILE_SUFFIXES
 from pipelinerl_core.errors import ConfigError
 
 _OBJECTS = "Write one JSON object per line, in UTF-8"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 
 from pipelinerl_core.config.mixture import naming
-from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import PromptSource
 from pipelinerl_core.prompts.mixture import MixtureSource

@@ -8,10 +8,11 @@ import itertools
 import random
 from collections.abc import Iterator
 
-from pipelinerl_core.config.model_path import SumsModel
-from pipelinerl_core.config.sections import RunConfig, SumsPrompts
+from pipelinerl_core.config.prompts import SumsPrompts
+from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.recipes import SumsModel
 from pipelinerl_core.prompts.split import GENERATED_SHARE, is_held_out, prompt_id, stable_seed
 from pipelinerl_core.types import Prompt
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl_core.config.sections import FilePrompts, RowPrompts, RunConfig
+from pipelinerl_core.config.prompts import FilePrompts, RowPrompts
+from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.prompts.records import Record, Records

@@ -18,9 +18,10 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, Literal
 
-from pipelinerl_core.config import RunConfig, build_config
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.rules import lag_of_full_engines
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.report.utilization import pause_seconds
 from pipelinerl_core.run.records import Commit
 from pipelinerl_core.telemetry.length_bias import Lengths, length_bias

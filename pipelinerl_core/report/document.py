@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelinerl_core.config.model_path import TINY_PREFIX
 from pipelinerl_core.emulation.report_lines import emulation
 from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.models.recipes import TINY_PREFIX
 from pipelinerl_core.report import utilization
 from pipelinerl_core.report.actor_alarms import alarm_text
 from pipelinerl_core.report.advice import (

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from pipelinerl_core.config import build_config
 from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.interfaces import ObjectStore, PromptSource
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.report.facts import TrainedRollout, read_batch
 from pipelinerl_core.report.samples import Decode, plain_text

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipelinerl_core.config.gym_tasks import Gate
+from pipelinerl_core.gym.tasks import Gate
 
 MAX_CHARACTERS = 4000
 MAX_FORMULA_CHARACTERS = 1000

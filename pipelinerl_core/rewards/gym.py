@@ -9,8 +9,8 @@ from reasoning_gym.factory import create_dataset
 from reasoning_gym.games import countdown, puzzle24
 from sympy.parsing.sympy_parser import parse_expr
 
-from pipelinerl_core.config.gym_options import TaskOptions, dataset_options
-from pipelinerl_core.config.gym_tasks import COMPOSITE, EVALUATING, GATES, evaluating
+from pipelinerl_core.gym.options import TaskOptions, dataset_options
+from pipelinerl_core.gym.tasks import COMPOSITE, EVALUATING, GATES, evaluating
 from pipelinerl_core.rewards.gate import CONSTANTS, FUNCTIONS, UNSOLVED, passes
 from pipelinerl_core.rewards.verifiers import Evaluation
 

@@ -7,11 +7,12 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
-from pipelinerl_core.config.gym_options import TaskOptions, options_of
-from pipelinerl_core.config.gym_tasks import evaluating
-from pipelinerl_core.config.sections import ReasoningGymPrompts, RunConfig
-from pipelinerl_core.config.verifier import scored_tasks, verifier_name
+from pipelinerl_core.config.prompts import ReasoningGymPrompts
+from pipelinerl_core.config.run import RunConfig
+from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import ConfigError, RewardError
+from pipelinerl_core.gym.options import TaskOptions, options_of
+from pipelinerl_core.gym.tasks import evaluating, scored_tasks
 from pipelinerl_core.rewards.child import ChildSpec, ScoringChild
 from pipelinerl_core.rewards.function import FunctionSpec
 from pipelinerl_core.sandbox import isolation

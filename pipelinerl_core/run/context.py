@@ -9,9 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelinerl_core.config import RunConfig, build_config, resume_config
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ConfigError, MissingObject
 from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.models.resolve import build_config, resume_config
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import RESUME_KEY, RUN_KEY, ResumeRecord, RunRecord
 from pipelinerl_core.storage.object_store import open_store

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pipelinerl_core.config import RunConfig, load_config, resume_config
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.mlflow_login import without_logins
+from pipelinerl_core.models.resolve import load_config, resume_config
 from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.history import counted_commit_keys, read_commit
 from pipelinerl_core.run.locate import locate_run, refuse_if_live

@@ -18,13 +18,14 @@ from urllib.request import Request, urlopen
 from safetensors import safe_open
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.config.cores import own_cores
-from pipelinerl_core.config.hub_models import is_hub_model
 from pipelinerl_core.config.kinds import INSTALL
 from pipelinerl_core.config.mixture import naming
 from pipelinerl_core.config.mlflow_login import LOGIN_VARIABLES, split_login
-from pipelinerl_core.config.model_path import PackagedModel, builtin_recipe, packaged_file, resolve_model_path
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.host import own_cores
+from pipelinerl_core.models.hub import is_hub_model
+from pipelinerl_core.models.paths import builtin_recipe, resolve_model_path
+from pipelinerl_core.models.recipes import PackagedModel, packaged_file
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.locate import SHARED_MEMORY, local_directory
 from pipelinerl_core.run.user_code import local_code, read_local, stored_code
@@ -195,7 +196,7 @@ def download(path: str) -> None:
 
     In a child process, which Ctrl-C and the deadline can end at any moment.
     """
-    command = ending_with_parent([sys.executable, "-m", "pipelinerl_core.config.hub_models", path])
+    command = ending_with_parent([sys.executable, "-m", "pipelinerl_core.models.hub", path])
     environment = role_environment(1, "")
     try:
         ended = subprocess.run(

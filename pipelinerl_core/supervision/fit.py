@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.config.known_models import ModelShape, model_config_of, shape_of
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.paths import model_config_of
+from pipelinerl_core.models.shapes import ModelShape, shape_of
 from pipelinerl_core.supervision.cards import CARDS, known_card
 from pipelinerl_core.supervision.gpus import gpus_of, inventory
 

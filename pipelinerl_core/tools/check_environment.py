@@ -9,10 +9,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipelinerl_core.config import build_config
-from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.environments.pool import EnvironmentPool, build_environments
 from pipelinerl_core.errors import ConfigError, EnvironmentFailed
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.rollouts.episode import task_of
 from pipelinerl_core.types import Prompt, Reply

@@ -13,9 +13,9 @@ import torch
 from pipelinerl_core.algo.losses.custom import custom
 from pipelinerl_core.algo.losses.terms import TrainedTokens
 from pipelinerl_core.algo.own import ScoredRollout, own_advantages
-from pipelinerl_core.config import build_config
 from pipelinerl_core.config.losses import CustomLoss, LossConfig
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.training.own_functions import load_own_functions
 
 NUM_TOKENS = 24

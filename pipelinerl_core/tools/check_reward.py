@@ -8,9 +8,9 @@ import asyncio
 import json
 import sys
 
-from pipelinerl_core.config import build_config
-from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.errors import ConfigError, FunctionRaised, RewardError
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.rewards.pool import build_scorer
 from pipelinerl_core.types import Prompt

@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.errors import EXIT_CONFIG, ConfigError, DeadlineExceeded, PipelineRLError
+from pipelinerl_core.models.paths import resolve_model_path
 from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.records import WEIGHTS_FILE, Commit
 from pipelinerl_core.run.versions import find_commit

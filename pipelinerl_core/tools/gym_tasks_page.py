@@ -2,8 +2,8 @@
 
 import sys
 
-from pipelinerl_core.config.gym_options import known_options, max_level, shown, type_name
-from pipelinerl_core.config.gym_tasks import COMPOSITE, EVALUATING, GATES
+from pipelinerl_core.gym.options import known_options, max_level, shown, type_name
+from pipelinerl_core.gym.tasks import COMPOSITE, EVALUATING, GATES
 
 _HEAD = """# Tasks of reasoning-gym
 

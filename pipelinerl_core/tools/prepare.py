@@ -14,17 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pipelinerl_core.config.hub_models import download_model, is_hub_model
-from pipelinerl_core.config.model_path import (
-    PackagedModel,
-    Recipe,
-    TinyModel,
-    builtin_recipe,
-    model_directory,
-    packaged_file,
-    resolve_model_path,
-)
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded, PipelineRLError
+from pipelinerl_core.models.hub import download_model, is_hub_model
+from pipelinerl_core.models.paths import builtin_recipe, resolve_model_path
+from pipelinerl_core.models.recipes import PackagedModel, Recipe, TinyModel, model_directory, packaged_file
 from pipelinerl_core.prompts.sums import demonstrations
 
 LOCK_SECONDS = 900.0

@@ -10,12 +10,14 @@ from string import Formatter
 from typing import Any
 from uuid import uuid4
 
-from pipelinerl_core.config import RunConfig, build_config
-from pipelinerl_core.config.dtype import gpu_capability
-from pipelinerl_core.config.load import override_config
-from pipelinerl_core.config.model_path import TINY_PREFIX, builtin_recipe, cache_directory, model_directory
-from pipelinerl_core.config.sections import EmulationConfig, HuggingFacePrompts, PlacementConfig
-from pipelinerl_core.config.tiny_model import BYTES_PER_TOKEN
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.prompts import HuggingFacePrompts
+from pipelinerl_core.config.sections import EmulationConfig, PlacementConfig
+from pipelinerl_core.host import gpu_capability
+from pipelinerl_core.models.paths import builtin_recipe
+from pipelinerl_core.models.recipes import TINY_PREFIX, cache_directory, model_directory
+from pipelinerl_core.models.resolve import build_config, override_config
+from pipelinerl_core.models.tiny import BYTES_PER_TOKEN
 
 STEPS = 3
 _GROUPS, _GROUP_SIZE = 4, 4

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipelinerl_core.algo.adapters import AdapterNote, Adapters
 from pipelinerl_core.algo.packed import PackedBatch
-from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.training.learner import Batcher, score_rollouts
 from pipelinerl_core.training.learning_rate import LearningRate

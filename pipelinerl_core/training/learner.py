@@ -22,7 +22,7 @@ from torch import Tensor
 from pipelinerl_core.algo.adapters import AdapterNote, Adapters
 from pipelinerl_core.algo.losses import LossSums
 from pipelinerl_core.algo.packed import PackedBatch
-from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.training.learning_rate import LearningRate
 from pipelinerl_core.training.lora import published_weights, trained_parameters
 from pipelinerl_core.training.optimizer import MasterOptimizer

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.training.optimizer import learning_rate
 
 _REFERENCE, _TOKENS = "ess_reference", "ess_tokens"

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from pipelinerl_core.config.model_path import TinyModel
+from pipelinerl_core.models.recipes import TinyModel
 
 END_TOKEN = "<|im_end|>"
 _PAD_TOKEN = "<|endoftext|>"

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from pipelinerl_core.algo.packed import layout_of
-from pipelinerl_core.config.model_path import SumsModel
+from pipelinerl_core.models.recipes import SumsModel
 from pipelinerl_core.training.attention import PACKED_ATTENTION
 
 PAD_ID, END_ID = 0, 1

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from pipelinerl_core.config import build_config
 from pipelinerl_core.emulation.accelerators import emulated_clock
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
+from pipelinerl_core.models.resolve import build_config
 from tests.vllm_cores import DEADLINE_SECONDS, VLLMBuilder
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from pipelinerl_core.config import RunConfig, load_config
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data.codec import from_segment
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import counted_commit_keys, read_commit
 from pipelinerl_core.storage.object_store import open_store

@@ -19,8 +19,8 @@ import numpy as np
 from safetensors.torch import load_file, save_file
 
 from pipelinerl_core.batching.assemble import assemble_rows
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import TrainingDiverged
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.trainer.learners import open_learners
 from tests.unit.training.learner_case import groups
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from pipelinerl_core.channel.client import HubClient
-from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import HubUnavailable
 from pipelinerl_core.messages import Register, Registered, SyncReply
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.run.records import HubRecord
 from pipelinerl_core.storage.object_store import open_store
 from tests.builders import put_run, sync_message

@@ -11,9 +11,9 @@ from threading import Thread
 
 import pytest
 
-from pipelinerl_core.config import load_config
-from pipelinerl_core.config.hub_models import is_hub_model
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.hub import is_hub_model
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.supervision import checks
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -24,8 +24,8 @@ FILES = {
     "tokenizer.json": b"{}",
 }
 PINNED = """
-from pipelinerl_core.config import load_config
-from pipelinerl_core.config.hub_models import pinned
+from pipelinerl_core.models.resolve import load_config
+from pipelinerl_core.models.hub import pinned
 print(pinned(load_config("quickstart", ["model.path=org/tiny"])).model.path)
 """
 
@@ -93,7 +93,7 @@ def child(*arguments, **environment):
 def test_a_model_is_downloaded_once_and_its_commit_is_recorded(hub):
     before = child("-c", PINNED).stdout.strip()
     checks.download("org/tiny")
-    directory = Path(child("-m", "pipelinerl_core.config.hub_models", "org/tiny").stdout.strip())
+    directory = Path(child("-m", "pipelinerl_core.models.hub", "org/tiny").stdout.strip())
     assert before == "org/tiny"
     assert {path.name for path in directory.iterdir()} == set(FILES) - {"pytorch_model.bin"}
     assert child("-c", PINNED).stdout.strip() == f"org/tiny@{COMMIT}"
@@ -101,7 +101,7 @@ def test_a_model_is_downloaded_once_and_its_commit_is_recorded(hub):
     again = child("-m", "pipelinerl_core.tools.prepare", "--model", f"org/tiny@{COMMIT}", "--json")
     assert json.loads(again.stdout)["path"] == str(directory)
     assert len(Hub.requested) == count, "a commit in the cache needs no request"
-    offline = child("-m", "pipelinerl_core.config.hub_models", "org/tiny", HF_HUB_OFFLINE="1")
+    offline = child("-m", "pipelinerl_core.models.hub", "org/tiny", HF_HUB_OFFLINE="1")
     assert offline.stdout.strip() == str(directory)
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from pipelinerl.flows.cli.deployment import SHIPPED, read_project
 from pipelinerl.tasks.placement import STOP_SECONDS, job_variables
-from pipelinerl_core.config import build_config
+from pipelinerl_core.models.resolve import build_config
 from tests.processes import debian_program
 from tests.unit.tasks.test_placement import SIXTEEN
 

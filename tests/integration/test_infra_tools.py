@@ -9,7 +9,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from pipelinerl_core.config import load_config
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.report.web import LivePage, build_server
 from pipelinerl_core.roles.runtime.monitor import monitored
 from pipelinerl_core.run.context import RunContext

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from pipelinerl_core.config import load_config
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.trainer.learners import build_alone
 from tests.integration.rank_cases import rows_of
 

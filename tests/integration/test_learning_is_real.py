@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl_core.config import RunConfig, load_config
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.roles.runtime.evaluation import build_set, measure
 from pipelinerl_core.roles.runtime.inference import build_engine

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl_core.config import load_config
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.report.document import build_report
 from pipelinerl_core.report.html import render_report
 from pipelinerl_core.report.live_view import format_status, run_status

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import EXIT_CONFIG
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.locate import create_run
 from pipelinerl_core.run.user_code import warn_of_changed_code

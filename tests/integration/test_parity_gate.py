@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ParityError
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.roles.runtime.inference import build_codec, build_engine, open_engine
 from pipelinerl_core.roles.trainer.learners import build_alone

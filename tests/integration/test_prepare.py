@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from pipelinerl_core.config.model_path import BUILTIN_MODELS, SumsModel, model_directory
+from pipelinerl_core.models.recipes import BUILTIN_MODELS, SumsModel, model_directory
 
 pytestmark = pytest.mark.slow
 
@@ -16,7 +16,7 @@ TINY = SumsModel(steps=3, rows=8, hidden_size=16, intermediate_size=16, num_laye
 
 BUILD = """
 import sys
-from pipelinerl_core.config.model_path import SumsModel
+from pipelinerl_core.models.recipes import SumsModel
 from pipelinerl_core.tools.prepare import build
 print(build(SumsModel.model_validate_json(sys.argv[1]), lambda line: print(line, file=sys.stderr)))
 """

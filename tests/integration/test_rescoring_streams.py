@@ -14,9 +14,10 @@ import pytest
 
 from pipelinerl_core.algo.rescoring import Evidence, HealthyMean
 from pipelinerl_core.batching.assemble import assemble_rows
-from pipelinerl_core.config import RunConfig, load_config
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.interfaces import WeightUpdate
 from pipelinerl_core.messages import Lease
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.roles.runtime.inference import build_codec, build_engine
 from pipelinerl_core.roles.trainer.learners import build_alone

@@ -9,8 +9,8 @@ from threading import Thread
 import numpy as np
 import pytest
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError, RewardError
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.rewards.pool import build_scorer
 from pipelinerl_core.run.user_code import local_code
 from pipelinerl_core.sandbox import isolation

@@ -11,8 +11,8 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import RewardError
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.rewards.child import ChildSpec
 from pipelinerl_core.rewards.pool import ProcessScorer, build_scorer

@@ -10,7 +10,8 @@ import sys
 
 import pytest
 
-from pipelinerl_core.config import load_config, preset_names
+from pipelinerl_core.config import preset_names
+from pipelinerl_core.models.resolve import load_config
 from tests.integration.pipeline import ROOT, assert_closes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipelinerl_core.batching.collate import PackBatcher
-from pipelinerl_core.config import build_config
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.training.attention import PACKED_ATTENTION
 from pipelinerl_core.training.deepspeed_learner import DeepSpeedLearner
 from pipelinerl_core.training.ranks import Ranks

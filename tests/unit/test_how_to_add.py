@@ -17,9 +17,9 @@ from pipelinerl.flows import cli
 from pipelinerl.flows.cli.arguments import Json
 from pipelinerl.flows.cli.console import answer
 from pipelinerl_core.algo import losses
-from pipelinerl_core.config import build_config
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.engine import load
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts import source
 from pipelinerl_core.rewards import pool
 from pipelinerl_core.storage import object_store

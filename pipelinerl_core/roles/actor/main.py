@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.config.cores import own_cores
 from pipelinerl_core.config.mixture import naming
 from pipelinerl_core.data.segments import SegmentWriter
 from pipelinerl_core.environments.pool import EnvironmentPool, build_environments
 from pipelinerl_core.errors import ConfigError, EnvironmentFailed
+from pipelinerl_core.host import own_cores
 from pipelinerl_core.interfaces import BroadcastReceiver, Engine, ObjectStore
 from pipelinerl_core.messages import Register
 from pipelinerl_core.rewards.pool import ProcessScorer, build_scorer

@@ -9,12 +9,12 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.config.model_path import require_model
 from pipelinerl_core.emulation.accelerators import emulated_clock
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.engine.embedded.load import load_engine
 from pipelinerl_core.engine.load import EngineStart, start_engine
 from pipelinerl_core.interfaces import Engine
+from pipelinerl_core.models.paths import require_model
 from pipelinerl_core.prompts.chat import encode_prompt
 from pipelinerl_core.prompts.turns import ChatTurns
 from pipelinerl_core.roles.runtime.device import model_device

@@ -11,8 +11,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.config.model_path import require_model
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.paths import require_model
 from pipelinerl_core.prompts.chat import encode_prompt
 from pipelinerl_core.types import Prompt
 

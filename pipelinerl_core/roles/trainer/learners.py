@@ -18,9 +18,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from pipelinerl_core.algo.adapters import AdapterNote
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.config.model_path import require_model
 from pipelinerl_core.errors import ConfigError, RankLost
 from pipelinerl_core.interfaces import Learner, ObjectStore
+from pipelinerl_core.models.paths import require_model
 from pipelinerl_core.roles.runtime.device import model_device
 from pipelinerl_core.roles.runtime.process import leave
 from pipelinerl_core.roles.trainer.rank_channel import RankChannel, join_ranks, translate_rank_errors

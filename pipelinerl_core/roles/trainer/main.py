@@ -26,7 +26,6 @@ from pipelinerl_core.algo.parity import ParityReport, logprob_parity
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.channel.refusals import error_of
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.config.cores import own_cores
 from pipelinerl_core.data.codec import decode_rollouts, encode_batch, to_segment
 from pipelinerl_core.emulation.accelerators import emulated_learner
 from pipelinerl_core.errors import (
@@ -40,6 +39,7 @@ from pipelinerl_core.errors import (
     StreamError,
     TrainingDiverged,
 )
+from pipelinerl_core.host import own_cores
 from pipelinerl_core.interfaces import Learner
 from pipelinerl_core.messages import Refused, Register, Reserve, Reserved, Rows
 from pipelinerl_core.roles.runtime.hub_link import HubLink

@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 
-from pipelinerl_core.config.cores import own_cores
+from pipelinerl_core.host import own_cores
 from pipelinerl_core.roles.runtime.hub_link import HUB_DEADLINE_SECONDS
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.roles.runtime.process import RoleProcess, keep_to_cores, run_role

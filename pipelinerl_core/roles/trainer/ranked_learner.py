@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.batching.collate import PackBatcher
-from pipelinerl_core.config import RunConfig, build_config
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data.codec import (
     decode_batch,
     decode_rollouts,
@@ -26,6 +26,7 @@ from pipelinerl_core.data.codec import (
 from pipelinerl_core.data.schema import BATCH_SCHEMA, ROLLOUT_SCHEMA
 from pipelinerl_core.errors import TrainingDiverged
 from pipelinerl_core.interfaces import Rescorer
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.roles.trainer.rank_channel import NO_BYTES, Payload, RankChannel, translate_rank_errors
 from pipelinerl_core.training.own_functions import load_own_functions
 from pipelinerl_core.types import Float32Array, Rollout, TrainingRow

@@ -16,9 +16,9 @@ import torch
 from pipelinerl_core.algo.logprobs import token_logprobs
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher
-from pipelinerl_core.config.load import build_config
 from pipelinerl_core.data.codec import encode_rollouts
 from pipelinerl_core.ledger.order import deadline, is_filtered
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.roles.hub.recovery import summarize
 from pipelinerl_core.training.policy import PolicyOutput, pack_loss
 from pipelinerl_core.types import FinishReason, Rollout, TurnSpan, WeightSpan

@@ -27,7 +27,7 @@ from pipelinerl_core.algo.losses.decoupled import proximal_logprobs
 from pipelinerl_core.algo.losses.divergence import divergence
 from pipelinerl_core.algo.losses.surrogate import surrogate
 from pipelinerl_core.batching import assemble, collate, pack
-from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.ledger import order
 from pipelinerl_core.training.policy import pack_loss
 from tests.unit.algo.objective_case import config_of, measured, random_case, wanted

@@ -10,9 +10,9 @@ import torch
 from pipelinerl_core.algo.losses import LOSSES, compute_loss, select
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher
-from pipelinerl_core.config import build_config
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.telemetry.metrics import step_metrics
 from pipelinerl_core.types import FinishReason
 from tests.rollout_rows import build_rollout

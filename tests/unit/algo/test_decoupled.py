@@ -8,9 +8,9 @@ import torch
 
 from pipelinerl_core.algo.losses import compute_loss, select
 from pipelinerl_core.algo.losses.decoupled import proximal_logprobs
-from pipelinerl_core.config import load_config
 from pipelinerl_core.config.losses import DecoupledPpoLoss, PpoLoss, ReinforceLoss
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import load_config
 
 
 def tokens_of(trainer, rollout, lags, *, advantages=None, weights=None, mask=None, sequence=None):

@@ -11,8 +11,8 @@ import torch
 from pipelinerl_core.algo.losses import compute_loss
 from pipelinerl_core.algo.own import OWN
 from pipelinerl_core.batching.assemble import assemble_rows
-from pipelinerl_core.config import build_config, load_config
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import build_config, load_config
 from pipelinerl_core.tools.check_loss import check, random_tokens
 from pipelinerl_core.training.own_functions import load_own_functions, loaded_texts
 from tests.rollout_rows import build_rollout

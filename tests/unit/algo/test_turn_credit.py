@@ -11,7 +11,6 @@ from pipelinerl_core.algo.losses import LOSSES
 from pipelinerl_core.algo.losses.surrogate import surrogate
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher, collate
-from pipelinerl_core.config import load_config
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.data.checks import split_groups
 from pipelinerl_core.data.codec import (
@@ -23,6 +22,7 @@ from pipelinerl_core.data.codec import (
     to_segment,
 )
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.hub.recovery import summarize
 from pipelinerl_core.training.policy import PolicyOutput, pack_loss
 from pipelinerl_core.types import TurnSpan

@@ -8,10 +8,11 @@ import pytest
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher, collate
 from pipelinerl_core.batching.pack import pack
-from pipelinerl_core.config import build_config
 from pipelinerl_core.config.losses import ReinforceLoss
-from pipelinerl_core.config.sections import RunConfig, ScheduleConfig
+from pipelinerl_core.config.run import RunConfig
+from pipelinerl_core.config.sections import ScheduleConfig
 from pipelinerl_core.data.codec import decode_batch, decode_rollouts, encode_batch, encode_rollouts
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.types import TrainingRow, TurnSpan, WeightSpan
 from tests.rollout_rows import build_rollout
 

@@ -7,8 +7,8 @@ import pytest
 from benchmarks import learning
 from benchmarks.__main__ import NAMES, main
 from benchmarks.run_peers import own_arms
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import load_config
 
 
 def test_every_name_is_a_module():

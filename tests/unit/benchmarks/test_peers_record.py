@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from benchmarks.peers import record
 from benchmarks.peers.record import MARGIN, Recorder, read_points
-from pipelinerl_core.config import load_config
+from pipelinerl_core.models.resolve import load_config
 
 
 class Clock:

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.predictions import SETTINGS, errors, figure, spread, table
-from pipelinerl_core.config.load import load_config
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.planning.closed_form import run_estimate
 from pipelinerl_core.planning.lengths import Lengths
 from pipelinerl_core.planning.simulator import Work

@@ -21,7 +21,6 @@ from pipelinerl.tasks.run_watch import version_rows
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.channel.bundles import unbundled
 from pipelinerl_core.channel.dispatcher import Dispatcher
-from pipelinerl_core.config import build_config
 from pipelinerl_core.data.codec import decode_batch, decode_rollouts, encode_batch, encode_rollouts, to_segment
 from pipelinerl_core.ledger import Ledger
 from pipelinerl_core.messages import (
@@ -42,6 +41,7 @@ from pipelinerl_core.messages import (
     SyncReply,
     encode,
 )
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.ranges import MAX_COUNT, MAX_NUMBER, MAX_REWARD, MAX_SECONDS, MAX_STEP
 from pipelinerl_core.report.html import write_report

@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.config.arm import Arm, distinct, parse_arm, read_arms
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import load_config
 
 
 def test_an_arm_on_the_command_line_is_a_name_and_settings():

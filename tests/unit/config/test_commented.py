@@ -4,9 +4,10 @@ import re
 
 import pytest
 
-from pipelinerl_core.config import load_config, preset_names
+from pipelinerl_core.config import preset_names
 from pipelinerl_core.config.commented import commented_toml
 from pipelinerl_core.config.load import known_keys
+from pipelinerl_core.models.resolve import load_config
 
 WITH_TABLES = (
     "prompts.kind=file",

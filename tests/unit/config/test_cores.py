@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from pipelinerl_core.config import load_config
-from pipelinerl_core.config.cores import own_cores
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.host import own_cores
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.supervision import checks
 
 

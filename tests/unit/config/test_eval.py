@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import load_config
 
 
 def due(*overrides):

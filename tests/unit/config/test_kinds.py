@@ -7,7 +7,8 @@ from typing import get_args
 import pytest
 
 from pipelinerl_core.config.kinds import ENGINE_TRAITS, INSTALL, LEARNER_TRAITS, SCHEDULE_TRAITS
-from pipelinerl_core.config.sections import EngineConfig, LearnerConfig, ScheduleConfig
+from pipelinerl_core.config.sections import EngineConfig, ScheduleConfig
+from pipelinerl_core.config.training import LearnerConfig
 from pipelinerl_core.engine.load import ENGINES
 from pipelinerl_core.ledger.schedules import SCHEDULES
 from pipelinerl_core.roles.trainer.learners import LEARNERS

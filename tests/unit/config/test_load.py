@@ -8,21 +8,14 @@ from pathlib import Path
 import pytest
 
 from pipelinerl_core.algo.losses import LOSSES
-from pipelinerl_core.config import (
-    RunConfig,
-    as_toml,
-    build_config,
-    known_keys,
-    load_config,
-    preset_names,
-    resume_config,
-)
-from pipelinerl_core.config.load import fields, override_config
+from pipelinerl_core.config import RunConfig, as_toml, known_keys, preset_names
+from pipelinerl_core.config.load import fields
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.config.rules import lag_of_full_engines
 from pipelinerl_core.config.sections import TrackingConfig
 from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import build_config, load_config, override_config, resume_config
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "config_keys.txt"
 

@@ -6,9 +6,10 @@ from fractions import Fraction
 
 import pytest
 
-from pipelinerl_core.config import as_toml, build_config, load_config
+from pipelinerl_core.config import as_toml
 from pipelinerl_core.config.interleave import Interleave
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import build_config, load_config
 
 PARTS = [
     "rollouts.max_tokens=64",

@@ -5,10 +5,10 @@ import os
 import pytest
 
 from pipelinerl_core.comparison.plan import Wanted, plan_comparison
-from pipelinerl_core.config import load_config
 from pipelinerl_core.config.arm import Arm
 from pipelinerl_core.config.mlflow_login import LOGIN_VARIABLES
 from pipelinerl_core.config.sections import TrackingConfig
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.jobs import new_job
 from pipelinerl_core.supervision.role_commands import role_environment
 

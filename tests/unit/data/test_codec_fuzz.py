@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from pipelinerl_core.channel.admission import parse
-from pipelinerl_core.config import build_config
-from pipelinerl_core.config.load import override_config
 from pipelinerl_core.data.checks import split_groups
 from pipelinerl_core.data.codec import decode_rollouts, encode_rollouts, from_segment, to_segment
 from pipelinerl_core.data.partials import decode_partials, encode_partials
 from pipelinerl_core.data.schema import conform
 from pipelinerl_core.errors import ConfigError, SchemaMismatch, StoreError
 from pipelinerl_core.messages import Register, Request
+from pipelinerl_core.models.resolve import build_config, override_config
 from pipelinerl_core.storage.keys import check_key
 from pipelinerl_core.types import WeightManifest
 from tests.builders import partial_row as row

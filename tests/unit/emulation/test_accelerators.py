@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelinerl_core.config import RunConfig, build_config
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.emulation import accelerators as emulation
 from pipelinerl_core.emulation.accelerators import EmulatedClock, EmulatedLearner, EmulatedSpeeds
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
+from pipelinerl_core.models.resolve import build_config
 from tests.builders import completion_of, engine_request
 from tests.models import tiny_model
 

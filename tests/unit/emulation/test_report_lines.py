@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipelinerl_core.config import build_config
 from pipelinerl_core.emulation.report_lines import emulation
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.report.document import build_report
 from pipelinerl_core.report.html import render_report
 from pipelinerl_core.run.records import RUN_KEY, ActorSample, RunRecord

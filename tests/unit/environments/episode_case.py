@@ -4,9 +4,9 @@ import asyncio
 
 import psutil
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.environments.pool import build_environments
 from pipelinerl_core.errors import EnvironmentFailed
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.types import Reply
 
 LIMIT_SECONDS = 120

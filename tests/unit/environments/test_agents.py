@@ -8,10 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.environments.agents.program import Verifiers
 from pipelinerl_core.environments.pool import build_environments
 from pipelinerl_core.errors import ConfigError, EnvironmentFailed
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.rewards.pool import build_scorer
 from pipelinerl_core.types import Reply, ToolCall
 from tests.unit.environments.episode_case import LIMIT_SECONDS, ScriptedHost

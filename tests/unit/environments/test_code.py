@@ -5,12 +5,12 @@ import asyncio
 import pytest
 from pydantic import ValidationError
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.environments.builtin.code import last_program, same_text, same_value
 from pipelinerl_core.environments.builtin.code_exercises import ARGUMENTS, CodeExercises, _exercise
 from pipelinerl_core.environments.builtin.code_tests import Call, StdinTest, parse_tests
 from pipelinerl_core.environments.pool import _location
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import load_config
 
 
 @pytest.mark.parametrize(

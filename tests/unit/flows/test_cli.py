@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.locate import create_run, locate_run, new_run_id, remember_latest, run_url
 from pipelinerl_core.storage.object_store import open_store
 from tests.synthetic_run import Shape, write_run

@@ -11,8 +11,8 @@ from prefect.states import Completed
 
 from pipelinerl.flows.cli import launch, training
 from pipelinerl.flows.cli.console import exit_codes
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError, PipelineRLError, StoreError, TrainingDiverged
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.jobs import new_job
 from pipelinerl_core.run.locate import remember_latest
 

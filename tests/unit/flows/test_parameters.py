@@ -13,7 +13,8 @@ from pipelinerl.flows.replay_flow import replay
 from pipelinerl.flows.train_flow import train
 from pipelinerl.flows.trainer_flow import trainer
 from pipelinerl_core.algo.losses import LOSSES
-from pipelinerl_core.config import RunConfig, load_config
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.models.resolve import load_config
 
 EXAMPLES = {
     "steps": 20, "seed": 3, "actors": 2, "placement": "work_pools", "engine": "vllm", "concurrency": 32,

@@ -13,9 +13,9 @@ from prefect.exceptions import Pause
 from pipelinerl.flows import environment, train_flow
 from pipelinerl.tasks import preflight
 from pipelinerl.tasks.run_watch import RunWatch
-from pipelinerl_core.config import load_config
 from pipelinerl_core.config.sections import EvalConfig
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded, Fenced, StoreError, StoreUnavailable
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.drain import ask_to_drain
 from pipelinerl_core.run.records import eval_key

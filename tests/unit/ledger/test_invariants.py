@@ -6,10 +6,10 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import Fenced, StaleLease
 from pipelinerl_core.ledger import ActorKey, Arrival, GroupSummary, Ledger
 from pipelinerl_core.messages import Reserved
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.types import GroupRef, LengthTotals
 from tests.builders import sync_message, weight_manifest
 

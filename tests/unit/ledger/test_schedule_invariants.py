@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from pipelinerl_core.config import RunConfig, build_config
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.models.resolve import build_config
 from tests.scripted_run import Script, ScriptedRun
 
 ACTORS = ("a", "b", "c")

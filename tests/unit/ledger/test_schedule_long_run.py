@@ -6,9 +6,10 @@ formula that counts every group that was ever accepted stops for good after a fe
 
 from collections import Counter
 
-from pipelinerl_core.config import RunConfig, build_config
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.ledger import Ledger
 from pipelinerl_core.ledger.schedules import GroupCounts, Pipeline, Schedule
+from pipelinerl_core.models.resolve import build_config
 from tests.scripted_run import Script, ScriptedRun
 
 STEPS, NUM, MAX_LAG = 2000, 4, 3

@@ -9,7 +9,8 @@ ledger/schedules.py; "out" is what is outstanding, leased + ready + reserved.
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from pipelinerl_core.config import RunConfig, build_config
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.models.resolve import build_config
 from tests.scripted_run import Script, ScriptedRun
 
 

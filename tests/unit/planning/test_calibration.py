@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.planning import calibration
 from pipelinerl_core.planning.calibration import Calibration, calibrate
 from pipelinerl_core.planning.lengths import Lengths

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl_core.config import build_config, load_config
-from pipelinerl_core.config.load import override_config
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import build_config, load_config, override_config
 from pipelinerl_core.planning import cache
 from pipelinerl_core.planning.calibration import Calibration
 from pipelinerl_core.planning.lengths import Lengths

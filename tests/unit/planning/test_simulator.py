@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelinerl_core.config import RunConfig, build_config
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.emulation.accelerators import EmulatedSpeeds
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.planning import simulator
 from pipelinerl_core.planning.closed_form import System, conventional, mean_staleness, pipeline
 from pipelinerl_core.planning.lengths import Lengths

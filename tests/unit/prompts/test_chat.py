@@ -5,8 +5,8 @@ import string
 import numpy as np
 import pytest
 
-from pipelinerl_core.config.model_path import SumsModel
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.recipes import SumsModel
 from pipelinerl_core.prompts import encode_prompt
 from pipelinerl_core.training.warm_start import build_tokenizer
 from pipelinerl_core.types import Prompt

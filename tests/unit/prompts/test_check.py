@@ -5,8 +5,8 @@ import string
 
 import pytest
 
-from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts.check import check
 from pipelinerl_core.training.warm_start import build_tokenizer
 

@@ -1,6 +1,6 @@
 """Prompts that ask for the largest number: determinism, the split by hash, the answer."""
 
-from pipelinerl_core.config import build_config
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.prompts.split import GENERATED_SHARE, is_held_out
 

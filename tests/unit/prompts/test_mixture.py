@@ -1,6 +1,6 @@
 """The prompts of a mixture."""
 
-from pipelinerl_core.config import load_config
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.prompts.check import check
 

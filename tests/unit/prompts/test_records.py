@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.messages import Lease, encode
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.prompts.records import read_file
 from tests.unit.environments.episode_case import ScriptedHost, played

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from pipelinerl_core.config import build_config
-from pipelinerl_core.config.model_path import SumsModel
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.recipes import SumsModel
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.prompts.split import GENERATED_SHARE, is_held_out, prompt_id
 from pipelinerl_core.prompts.sums import SumsSource, demonstrations, draw_sum, summands, total

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.prompts.split import is_held_out, prompt_id
 

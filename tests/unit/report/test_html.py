@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.flows.cli.training import summary
-from pipelinerl_core.config import build_config
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.report import charts, figures
 from pipelinerl_core.report.facts import collect

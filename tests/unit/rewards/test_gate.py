@@ -5,10 +5,9 @@ import re
 import pytest
 from reasoning_gym.factory import DATASETS, create_dataset
 
-from pipelinerl_core.config import build_config
-from pipelinerl_core.config.gym_tasks import COMPOSITE, EVALUATING, GATES, check_task
-from pipelinerl_core.config.verifier import scored_tasks
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.gym.tasks import COMPOSITE, EVALUATING, GATES, check_task, scored_tasks
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.rewards.gate import passes
 from pipelinerl_core.rewards.gym import reasoning_gym, tagged_answer

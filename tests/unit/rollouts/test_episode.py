@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.data.checks import check_groups
 from pipelinerl_core.data.codec import encode_rollouts
 from pipelinerl_core.data.partials import decode_partials, encode_partials, join_rows
@@ -16,6 +15,7 @@ from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.errors import EnvironmentFailed, EnvironmentTimeout
 from pipelinerl_core.interfaces import WeightUpdate
 from pipelinerl_core.messages import Lease
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.rollouts.episode import Episode, EpisodePlayer
 from pipelinerl_core.rollouts.progress import Progress
 from pipelinerl_core.rollouts.runner import ErrorBudget, GroupRunner, rollout_seed

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.data.partials import join_rows
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.errors import RewardError
 from pipelinerl_core.messages import Lease
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.rollouts.runner import GroupRunner, TextCodec
 from pipelinerl_core.types import (
     FinishReason,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipelinerl_core.config import load_config
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.evaluations import evaluation_line, next_scheduled, next_to_evaluate, weighted_mean
 from pipelinerl_core.run.records import EvalRecord
 from pipelinerl_core.run.versions import names_several

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import BrokenRecord, ConfigError
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.context import note_resume, open_run
 from pipelinerl_core.run.jobs import new_job, resume_job
 from pipelinerl_core.run.locate import create_run, run_url

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from pipelinerl.tasks.run_watch import RunWatch
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.history import read_commit
 from pipelinerl_core.run.mlflow_run import open_tracker

@@ -17,13 +17,13 @@ import pyarrow.compute as pc
 import pytest
 import torch
 
-from pipelinerl_core.config import build_config
 from pipelinerl_core.data.codec import decode_batch, encode_rollouts, from_segment, to_segment
 from pipelinerl_core.data.compaction import compact_rollouts, list_rollouts, read_rollouts
 from pipelinerl_core.data.segments import SegmentReader
 from pipelinerl_core.errors import Fenced, PipelineRLError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import FateRecord
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.report.document import build_report
 from pipelinerl_core.report.live_view import run_status
 from pipelinerl_core.roles.actor.main import next_epoch

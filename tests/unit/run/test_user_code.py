@@ -4,8 +4,8 @@ import hashlib
 
 import pytest
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.locate import create_run, run_url
 from pipelinerl_core.run.user_code import local_code, stored_code, warn_of_changed_code

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.versions import find_commit, find_commits, retained
 from tests.builders import put_commit, put_epoch, run_record, weight_manifest

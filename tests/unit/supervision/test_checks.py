@@ -14,10 +14,11 @@ import psutil
 import pytest
 from safetensors.numpy import save_file
 
-from pipelinerl_core.config import load_config, model_path
 from pipelinerl_core.config.mlflow_login import LOGIN_VARIABLES
 from pipelinerl_core.config.sections import TrackingConfig
 from pipelinerl_core.errors import ConfigError, PipelineRLError
+from pipelinerl_core.models import recipes
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.report.markdown import report_markdown
 from pipelinerl_core.run.hub_status import HubWatch, may_be_live, process_mark, refuse_second_hub
 from pipelinerl_core.run.locate import refuse_if_live, root_url
@@ -360,7 +361,7 @@ def test_a_packaged_model_whose_package_is_missing_is_refused_in_one_line_and_no
     tmp_path, monkeypatch
 ):
     monkeypatch.setenv("PIPELINERL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(model_path, "find_spec", lambda name: None)
+    monkeypatch.setattr(recipes, "find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"are not installed\. Run `make demo`, or `pip install --no-deps"
     ) as raised:

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from pipelinerl_core.config import load_config
-from pipelinerl_core.config.known_models import KNOWN_MODELS, shape_of
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import load_config
+from pipelinerl_core.models.shapes import KNOWN_MODELS, shape_of
 from pipelinerl_core.supervision.cards import CARDS
 from pipelinerl_core.supervision.fit import card_of, check_fit, fit_of, shared_memory_of
 from tests.unit.supervision.test_gpus import host_of

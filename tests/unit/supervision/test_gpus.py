@@ -15,8 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.supervision import gpus, run_roles
 from pipelinerl_core.supervision.gpus import check_gpus, claimed_gpus, gpus_of, inventory, needed_here
 
@@ -278,7 +278,7 @@ import sys, time
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
-from pipelinerl_core.config import load_config
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.supervision import gpus, run_roles
 gpus.CLAIMS = Path(sys.argv[1])
 config = load_config("quickstart", sys.argv[3:])

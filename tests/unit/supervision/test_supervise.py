@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError, Fenced, StoreUnavailable, TrainingDiverged
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.supervision import process_groups, run_roles, supervise
 from pipelinerl_core.supervision.role_commands import role_command, role_environment
 from pipelinerl_core.supervision.supervise import RoleFailed, RoleReport, describe_exit, supervise_role

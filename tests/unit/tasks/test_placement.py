@@ -19,8 +19,8 @@ from prefect.states import Cancelled, Completed, Crashed, Failed, Running
 from pipelinerl.flows.cli.deployment import SHIPPED
 from pipelinerl.tasks import placement
 from pipelinerl.tasks.placement import DeployedRole, LocalRole, RunRoles
-from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import Fenced, PipelineRLError
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.evaluations import SCHEDULED
 from pipelinerl_core.run.records import EpochRecord, eval_key

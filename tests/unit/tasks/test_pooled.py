@@ -9,8 +9,8 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Running
 
 from pipelinerl.tasks import pooled
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import StoreUnavailable
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.context import RunContext
 from tests.builders import run_record
 from tests.fakes import MemoryStore

@@ -2,7 +2,7 @@
 
 import json
 
-from pipelinerl_core.config import load_config
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.telemetry.datasets import run_datasets
 
 

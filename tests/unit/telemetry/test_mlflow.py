@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.telemetry import mlflow as tracking
 from pipelinerl_core.telemetry.datasets import run_datasets
 from pipelinerl_core.telemetry.mlflow import RUN_TAG, MlflowTracker, run_page, tracking_uri

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.telemetry.redact import REDACTED, flatten, redact
 
 

@@ -5,9 +5,9 @@ import hashlib
 import numpy as np
 import torch
 
-from pipelinerl_core.config import build_config
 from pipelinerl_core.data.codec import encode_batch, encode_rollouts, to_segment
 from pipelinerl_core.messages import FateRecord
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.run.records import CheckpointRef, Commit, batch_key, commit_key, rollout_key
 from pipelinerl_core.training.checkpoint import save_checkpoint
 from pipelinerl_core.types import FileEntry, TrainingRow

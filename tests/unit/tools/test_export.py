@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from pipelinerl_core.algo.adapters import AdapterNote, Adapters, factor_names
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError, PipelineRLError
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.history import take_epoch
 from pipelinerl_core.run.records import ADAPTERS_FILE, Commit, RunRecord
 from pipelinerl_core.storage.object_store import open_store

@@ -7,10 +7,10 @@ import psutil
 import pytest
 import torch
 
-from pipelinerl_core.config import build_config
 from pipelinerl_core.data.codec import to_segment
 from pipelinerl_core.data.partials import encode_partials
 from pipelinerl_core.errors import PipelineRLError, StoreError, StoreUnavailable
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.roles.hub.recovery import read_stored_state
 from pipelinerl_core.run import locate
 from pipelinerl_core.run.records import (

@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError, MissingObject
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.trainer import retrain
 from pipelinerl_core.roles.trainer.retrain import inexact_steps, replay_steps, restore
 from pipelinerl_core.run.history import take_epoch

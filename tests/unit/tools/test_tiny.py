@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from pipelinerl_core.config import build_config, load_config, preset_names
+from pipelinerl_core.config import preset_names
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import build_config, load_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.rewards.verifiers import exact_match
 from pipelinerl_core.tools import tiny as tools

@@ -7,7 +7,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config.losses import ReinforceLoss
-from pipelinerl_core.config.sections import RolloutsConfig, RunConfig
+from pipelinerl_core.config.run import RunConfig
+from pipelinerl_core.config.sections import RolloutsConfig
 from pipelinerl_core.config.training import LearnerConfig, TrainerConfig
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import prepare_model

@@ -14,9 +14,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from pipelinerl_core.algo.packed import layout_of
 from pipelinerl_core.batching.collate import PackBatcher
-from pipelinerl_core.config import build_config, load_config
-from pipelinerl_core.config.load import resume_config
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import build_config, load_config, resume_config
 from pipelinerl_core.training import attention, attention_choice
 from pipelinerl_core.training.attention import (
     ATTENTION_FUNCTIONS,

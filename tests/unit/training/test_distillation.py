@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pipelinerl_core.algo.losses import LOSSES
-from pipelinerl_core.config import build_config
 from pipelinerl_core.config.losses import ReinforceLoss
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.training.model import prepare_model
 from pipelinerl_core.training.policy import PolicyOutput, pack_loss
 from tests.unit.training.learner_case import config, learner_of, plain_logprobs, rows_of, tiny_model

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl_core.config import build_config
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.training.learning_rate import LearningRate
 from tests.unit.training.learner_case import config, learner_of, rows_of, tiny_model
 

@@ -9,10 +9,10 @@ import torch
 from pipelinerl_core.algo.losses import LOSSES
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher
-from pipelinerl_core.config import build_config
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.config.training import LearnerConfig
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, TrainingDiverged
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.telemetry.metrics import METRICS
 from pipelinerl_core.training.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from pipelinerl_core.training.model import (

@@ -10,7 +10,7 @@ import torch
 from pipelinerl_core.algo.losses import LOSSES
 from pipelinerl_core.algo.packed import moved
 from pipelinerl_core.batching.collate import PackBatcher
-from pipelinerl_core.config import build_config
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.training.attention import PACKED_ATTENTION
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.step_sums import StepSums

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError, OutOfMemory
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.trainer import learners
 from pipelinerl_core.roles.trainer.learners import build_alone
 from pipelinerl_core.training.optimizer import MasterOptimizer

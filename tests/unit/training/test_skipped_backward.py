@@ -5,8 +5,8 @@ import torch
 
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher
-from pipelinerl_core.config import build_config
 from pipelinerl_core.config.losses import DapoLoss, GspoLoss, ReinforceLoss
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import prepare_model
 from tests.unit.training.learner_case import config, groups, tiny_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipelinerl_core.config.tiny_model import tiny_recipe
+from pipelinerl_core.models.paths import builtin_recipe
 from pipelinerl_core.prompts.chat import conversation_text
 from pipelinerl_core.training.tiny_model import build_tiny_model, byte_tokenizer
 
@@ -15,7 +15,7 @@ PROMPT = [{"role": "user", "content": "4 + 5?"}]
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B", "Qwen/Qwen3-8B", "builtin:smollm2"])
 def test_model_and_tokenizer_load_and_fit_together(tmp_path, name):
-    recipe = tiny_recipe(name)
+    recipe = builtin_recipe(f"builtin:tiny?of={name}")
     build_tiny_model(recipe, tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["architectures"] == recipe.settings["architectures"]
@@ -30,7 +30,7 @@ def test_the_same_recipe_gives_the_same_weights(tmp_path):
     weights = []
     for number in range(2):
         torch.manual_seed(number)
-        build_tiny_model(tiny_recipe("Qwen/Qwen2.5-0.5B"), tmp_path / str(number))
+        build_tiny_model(builtin_recipe("builtin:tiny?of=Qwen/Qwen2.5-0.5B"), tmp_path / str(number))
         weights.append((tmp_path / str(number) / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
 
@@ -39,7 +39,7 @@ def test_a_small_tokenizer_is_copied(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["\u2603"])
     tokenizer.save_pretrained(tmp_path / "own")
-    recipe = tiny_recipe("Qwen/Qwen3-8B").model_copy(update={"tokenizer": str(tmp_path / "own")})
+    recipe = builtin_recipe("builtin:tiny?of=Qwen/Qwen3-8B").model_copy(update={"tokenizer": str(tmp_path / "own")})
     build_tiny_model(recipe, tmp_path / "built")
     assert "\u2603" in AutoTokenizer.from_pretrained(tmp_path / "built").get_vocab()
 

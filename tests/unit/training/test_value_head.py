@@ -9,9 +9,9 @@ import torch
 
 from pipelinerl_core.algo.advantages import ADVANTAGES
 from pipelinerl_core.batching.collate import PackBatcher
-from pipelinerl_core.config import load_config
 from pipelinerl_core.config.losses import PpoLoss, ReinforceLoss
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.training.policy import Policy, PolicyOutput, pack_loss
 from tests.unit.training.learner_case import config, learner_of, rows_of, tiny_model
 

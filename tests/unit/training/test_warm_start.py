@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipelinerl_core.config.model_path import SumsModel, model_directory
+from pipelinerl_core.models.recipes import SumsModel, model_directory
 from pipelinerl_core.prompts.sums import demonstrations
 from pipelinerl_core.tools.prepare import build, main
 from pipelinerl_core.training import warm_start

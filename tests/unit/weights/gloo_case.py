@@ -7,8 +7,8 @@ from datetime import timedelta
 import torch
 from torch import distributed as dist
 
-from pipelinerl_core.config import build_config
 from pipelinerl_core.interfaces import BroadcastGroup, ObjectStore
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.roles.trainer.broadcasting import BroadcastPublisher
 from pipelinerl_core.weights.broadcast import gloo_receiver_key
 from pipelinerl_core.weights.publish import WeightPublisher

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipelinerl_core.algo.adapters import AdapterNote, Adapters, merge
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.runtime.inference import base_weights
 from pipelinerl_core.roles.trainer.adopt import _load_committed_weights
 from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep

@@ -11,9 +11,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.engine.vllm import core, load
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.supervision.role_commands import role_environment
 
 VLLM = ("engine.kind=vllm", "model.dtype=bfloat16")

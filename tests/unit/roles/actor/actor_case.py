@@ -3,9 +3,9 @@
 import asyncio
 from types import SimpleNamespace
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import SwapError
 from pipelinerl_core.messages import Ack
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.actor.loop import Actor, ActorParts, TaskTools
 from pipelinerl_core.types import SwapReport
 from tests.fakes import MemoryStore

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.data.segments import SealedSegment
 from pipelinerl_core.errors import HubUnavailable, RunOver, StoreError
 from pipelinerl_core.messages import Ack, Refused, SyncReply
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.actor.finished_group import FinishedGroup
 from pipelinerl_core.roles.actor.loop import Actor, ActorParts
 from pipelinerl_core.roles.actor.sealing import Sealer

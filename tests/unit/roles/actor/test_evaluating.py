@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import StoreError
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.actor import evaluating
 from pipelinerl_core.roles.actor.evaluating import ActorEvaluation
 from pipelinerl_core.run.records import eval_key

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import StoreError
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.roles.actor.log import GroupLog
 from pipelinerl_core.types import PreviousHolder
 from tests.builders import partial_row as row

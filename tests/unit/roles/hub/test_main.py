@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelinerl_core.config import build_config, load_config
 from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.messages import Register
+from pipelinerl_core.models.resolve import build_config, load_config
 from pipelinerl_core.roles.hub import main, service
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.records import HUB_KEY, ActorSample

@@ -5,11 +5,11 @@ import time
 import pyarrow as pa
 import pytest
 
-from pipelinerl_core.config import build_config
 from pipelinerl_core.data.codec import encode_rollouts
 from pipelinerl_core.data.segments import SegmentWriter
 from pipelinerl_core.ledger import Ledger
 from pipelinerl_core.messages import Committed, Group, Register, Reserve, Rows, Sealed
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.roles.hub.recovery import read_stored_state
 from pipelinerl_core.roles.hub.rows import GROUP_BYTES, SEALED_SHARE, RowMemory, WrittenGroup

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 
-from pipelinerl_core.config import RunConfig, build_config
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data.codec import decode_rollouts, encode_rollouts
 from pipelinerl_core.data.segments import SegmentWriter
 from pipelinerl_core.errors import ConfigError, Fenced, MissingObject, SchemaMismatch, StaleLease, WrongPeer
@@ -33,6 +33,7 @@ from pipelinerl_core.messages import (
     Sealed,
     SyncReply,
 )
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.roles.hub import trainer_side
 from pipelinerl_core.roles.hub.heartbeat import HubRecordBuilder

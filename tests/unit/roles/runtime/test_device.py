@@ -10,11 +10,11 @@ import torch
 from pipelinerl_core.algo.logprobs import token_logprobs
 from pipelinerl_core.algo.losses import LOSSES, compute_loss, select
 from pipelinerl_core.batching.collate import PackBatcher
-from pipelinerl_core.config import build_config
 from pipelinerl_core.config.training import LearnerConfig
 from pipelinerl_core.engine.embedded.decoder import SlotDecoder
 from pipelinerl_core.engine.embedded.sampling import draw
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.roles.runtime.device import model_device
 from pipelinerl_core.training.attention import PACKED_ATTENTION
 from pipelinerl_core.training.model import head_weight, hidden_states

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import EngineError, RewardError
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.runtime.evaluation import EvalSet, measure
 from pipelinerl_core.rollouts.runner import TextCodec
 from pipelinerl_core.types import Chunk, Completion, FinishReason, Prompt, RewardComponent, Score, WeightSpan

@@ -11,9 +11,9 @@ from urllib.request import Request, urlopen
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.messages import SyncReply
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.report.scrape_targets import live_roles, role_progress, targets
 from pipelinerl_core.roles.actor.watch import ActorWatch
 from pipelinerl_core.roles.runtime import inference, monitor

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from pipelinerl_core.config import load_config
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.runtime.token_digests import token_digests
 
 

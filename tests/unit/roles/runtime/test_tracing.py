@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.messages import Ack, Lease, SyncReply
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.actor.watch import ActorWatch
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.roles.runtime.tracing import build_tracer

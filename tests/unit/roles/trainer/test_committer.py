@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import Fenced, PipelineRLError, StoreError
 from pipelinerl_core.messages import Ack
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
 from pipelinerl_core.run import compaction
 from pipelinerl_core.run.compacted import StepRange, list_commits

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.data.codec import decode_batch, encode_rollouts, from_segment
 from pipelinerl_core.messages import Ack, Reserved, RowsHeader
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.trainer.main import Trainer
 from pipelinerl_core.run.history import counted_commit_keys, read_commit
 from pipelinerl_core.types import WeightSpan

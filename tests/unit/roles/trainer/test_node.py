@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelinerl_core.config import load_config
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.roles.trainer import node
 from pipelinerl_core.roles.trainer.node import run_node

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelinerl_core.config import load_config
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.trainer import learners
 from pipelinerl_core.roles.trainer.learners import Learners
 from pipelinerl_core.roles.trainer.rendezvous import join_rendezvous, open_rendezvous

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import ParityError
 from pipelinerl_core.ledger.groups import ActorKey
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.roles.trainer.rescoring import KeptVersions, Rescoring, prefix
 from pipelinerl_core.types import Origin, WeightSpan
 from tests.unit.training.learner_case import config as learner_config

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from pipelinerl_core.channel.server import HubServer
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import Fenced, RankLost
 from pipelinerl_core.messages import Register
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.roles.trainer import already_done, main
 from pipelinerl_core.run.context import RunContext

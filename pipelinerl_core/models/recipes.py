@@ -1,21 +1,15 @@
-"""Directories of models, and the recipes of the built-in models that `pipelinerl prepare` builds or converts.
+"""Recipes of the built-in models that `pipelinerl prepare` builds or converts, and where the models lie."""
 
-This module must not import torch, so that a flow can check cheaply whether a model exists.
-"""
-
-import difflib
 import hashlib
 import json
 import os
-import re
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from pipelinerl_core.config.hub_models import cached_model, download_model, is_hub_model
+from pipelinerl_core.config.prompts import SumsPrompts
 from pipelinerl_core.config.section import Section
-from pipelinerl_core.config.sections import SumsPrompts
 from pipelinerl_core.errors import ConfigError
 
 BUILTIN_PREFIX = "builtin:"
@@ -89,7 +83,6 @@ class TinyModel(Section):
 
 Recipe = SumsModel | PackagedModel | TinyModel
 BUILTIN_MODELS: dict[str, Recipe] = {"builtin:sums": SumsModel(), "builtin:smollm2": PackagedModel()}
-_SEED = re.compile(r"seed=(\d{1,9})")
 
 
 def cache_directory() -> Path:
@@ -107,30 +100,6 @@ def digest(recipe: Recipe) -> str:
 def model_directory(recipe: Recipe) -> Path:
     """The directory of a built model; the directory exists only if the model is complete."""
     return cache_directory() / "models" / digest(recipe)
-
-
-def builtin_recipe(path: str) -> Recipe | None:
-    """The recipe of a `builtin:` name, None for any other path; raises ConfigError for an unknown name.
-
-    Example: builtin:sums?seed=1 is builtin:sums with other initial weights and demonstrations. Raises ConfigError too
-    if the model after TINY_PREFIX is not known.
-    """
-    if not path.startswith(BUILTIN_PREFIX):
-        return None
-    if path.startswith(TINY_PREFIX):
-        from pipelinerl_core.config.tiny_model import tiny_recipe  # noqa: PLC0415  (imports this module)
-
-        return tiny_recipe(path.removeprefix(TINY_PREFIX))
-    name, separator, options = path.partition("?")
-    if name not in BUILTIN_MODELS:
-        close = difflib.get_close_matches(name, BUILTIN_MODELS, n=1, cutoff=0)[0]
-        raise ConfigError(f"model.path={path}: no such built-in model; did you mean {close}?")
-    recipe, seed = BUILTIN_MODELS[name], _SEED.fullmatch(options)
-    if separator and isinstance(recipe, PackagedModel):
-        raise ConfigError(f"model.path={path}: {name} has no options. Set model.path={name}")
-    if separator and seed is None:
-        raise ConfigError(f"model.path={path}: the only option of a built-in model is its seed. Set {name}?seed=1")
-    return recipe.model_copy(update={"seed": int(seed[1])}) if seed else recipe
 
 
 def packaged_file(recipe: PackagedModel) -> Path:
@@ -153,35 +122,3 @@ def packaged_file(recipe: PackagedModel) -> Path:
                 "-r requirements-demo.lock`"
             )
     return path
-
-
-def seeded_path(path: str, seed: int) -> str:
-    """The path of a built-in model that has seeds with `seed`, unless the path has a seed; any other path
-    unchanged."""
-    has_seeds = isinstance(builtin_recipe(path), SumsModel) and "?" not in path
-    return f"{path}?seed={seed}" if has_seeds else path
-
-
-def resolve_model_path(path: str) -> Path | None:
-    """The directory of the model and its tokenizer, or None if the directory does not exist (yet).
-
-    A model of the hub is looked up in the local cache. Raises ConfigError for an unknown `builtin:` name.
-    """
-    recipe = builtin_recipe(path)
-    if recipe is None and is_hub_model(path):
-        return cached_model(path)
-    directory = Path(path).expanduser() if recipe is None else model_directory(recipe)
-    return directory if directory.is_dir() else None
-
-
-def require_model(path: str) -> Path:
-    """The directory of the model and its tokenizer; a model of the hub that this host lacks is downloaded.
-
-    Raises ConfigError if the directory does not exist or the download fails.
-    """
-    directory = resolve_model_path(path)
-    if directory is None and is_hub_model(path):
-        return download_model(path)
-    if directory is None:
-        raise ConfigError(f"model.path={path}: not built yet. Run `pipelinerl prepare`")
-    return directory

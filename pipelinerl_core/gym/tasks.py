@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Literal
 
+from pipelinerl_core.config.prompts import ReasoningGymPrompts
+from pipelinerl_core.config.run import RunConfig
+from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import ConfigError
 
 Gate = Literal["none", "short", "moves", "fraction", "number", "list", "arithmetic", "formula"]
@@ -69,3 +72,22 @@ def check_task(task: str) -> None:
 def evaluating(tasks: Iterable[str]) -> list[str]:
     """The tasks whose scorers evaluate; composite counts, because it may contain such a task."""
     return [task for task in tasks if task == COMPOSITE or GATES[task] in EVALUATING]
+
+
+def scored_tasks(config: RunConfig) -> list[str]:
+    """Tasks that the scorers of reasoning-gym score; empty with another verifier.
+
+    Raises ConfigError for a task whose scorer was not reviewed, or evaluates text although reward.isolation=none.
+    """
+    if verifier_name(config) != "reasoning_gym":
+        return []
+    assert isinstance(config.prompts, ReasoningGymPrompts)
+    tasks = sorted(set(config.prompts.tasks))
+    for task in tasks:
+        check_task(task)
+    if config.reward.isolation == "none" and (evaluated := evaluating(tasks)):
+        raise ConfigError(
+            f"prompts.tasks={', '.join(evaluated)}: the scorer evaluates a model's text, but "
+            "reward.isolation=none. Set reward.isolation=auto or remove the tasks"
+        )
+    return tasks

@@ -1,13 +1,45 @@
-"""placement.cores=own: assignment of this host's cores to trainer and actors.
+"""What this host has: processors with units for bfloat16, and cores for roles.
 
-The trainer gets the first placement.threads cores, actor-0 the next, and so on; other processes use any core.
+placement.cores=own: the trainer gets the first placement.threads cores, actor-0 the next, and so on; other processes
+use any core.
 """
 
 import os
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
-from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.errors import ConfigError
+
+_CPU = Path("/proc/cpuinfo")
+_CPU_UNITS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
+"""Flags of x86 processors, and of Arm processors."""
+_SECONDS = 10.0
+
+
+def cpu_has_bfloat16(cpu: Path = _CPU) -> bool:
+    """Whether the CPU multiplies in bfloat16; False if the host does not list the flags of its CPU."""
+    try:
+        lines = cpu.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return False
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return not _CPU_UNITS.isdisjoint(flags.split())
+
+
+def gpu_capability() -> float | None:
+    """Lowest compute capability of the host's NVIDIA GPUs; None without a GPU."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return None
+    query = [command, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
+        return min((float(line) for line in answer.split()), default=None)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
 
 
 def own_cores(config: RunConfig, role: str) -> list[int] | None:

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from pipelinerl_core.config.known_models import KNOWN_MODELS
-from pipelinerl_core.config.model_path import builtin_recipe
-from pipelinerl_core.config.tiny_model import shrunk, tiny_recipe
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.paths import builtin_recipe
+from pipelinerl_core.models.shapes import KNOWN_MODELS
+from pipelinerl_core.models.tiny import shrunk
 
 QWEN3 = KNOWN_MODELS["Qwen/Qwen3-8B"]
 
@@ -19,7 +19,7 @@ def no_models_on_this_host(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", KNOWN_MODELS)
 def test_the_layout_of_the_heads_and_the_kind_stay(name):
-    large, small = KNOWN_MODELS[name], tiny_recipe(name).settings
+    large, small = KNOWN_MODELS[name], builtin_recipe(f"builtin:tiny?of={name}").settings
     assert {small[key] == large[key] for key in ("model_type", "architectures", "tie_word_embeddings")} == {True}
     ratios = [found["num_attention_heads"] // found["num_key_value_heads"] for found in (large, small)]
     assert ratios[0] == ratios[1]
@@ -41,17 +41,17 @@ def test_experts_and_kinds_of_layers_stay_and_quantization_goes():
 
 def test_a_small_tokenizer_on_this_host_is_used(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
-    assert tiny_recipe(str(tmp_path)).tokenizer == ""
+    assert builtin_recipe(f"builtin:tiny?of={tmp_path}").tokenizer == ""
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3, "vocab_size": 200}))
-    assert tiny_recipe(str(tmp_path)).tokenizer == str(tmp_path)
+    assert builtin_recipe(f"builtin:tiny?of={tmp_path}").tokenizer == str(tmp_path)
 
 
 def test_names_with_revision_or_seed_are_known():
-    assert tiny_recipe("Qwen/Qwen3-8B@main") == builtin_recipe("builtin:tiny?of=Qwen/Qwen3-8B")
-    assert tiny_recipe("builtin:sums?seed=1").settings["model_type"] == "qwen2"
+    assert builtin_recipe("builtin:tiny?of=Qwen/Qwen3-8B@main") == builtin_recipe("builtin:tiny?of=Qwen/Qwen3-8B")
+    assert builtin_recipe("builtin:tiny?of=builtin:sums?seed=1").settings["model_type"] == "qwen2"
 
 
 def test_a_model_without_the_sizes_of_a_decoder_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip"}))
     with pytest.raises(ConfigError, match="cannot shrink the model"):
-        tiny_recipe(str(tmp_path))
+        builtin_recipe(f"builtin:tiny?of={tmp_path}")

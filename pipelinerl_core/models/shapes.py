@@ -1,16 +1,9 @@
-"""Shapes of models: from the config.json of a directory, or of well-known models that are not on this host.
+"""Shapes of models: from a config.json, and of well-known models that may not be on this host."""
 
-This module must not import torch or transformers, so that `pipelinerl doctor` and a flow start fast.
-"""
-
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
-
-from pipelinerl_core.config.model_path import resolve_model_path
 
 
 def _qwen2(hidden: int, inner: int, layers: int, heads: int, groups: int, vocabulary: int, *, tied: bool) -> Any:
@@ -91,18 +84,6 @@ class ModelShape:
     def cache_bytes(self) -> int:
         """Keys and values of one token in bfloat16."""
         return 2 * 2 * self.layers * self.groups * self.head_dim
-
-
-def model_config_of(path: str) -> Mapping[str, Any] | None:
-    """config.json of `model.path` on this host, or the entry of KNOWN_MODELS; None: neither is there."""
-    directory = resolve_model_path(path)
-    if directory is None:
-        return KNOWN_MODELS.get(re.split("[@?]", path)[0])  # without revision or seed
-    try:
-        found: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape | None:

@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from pipelinerl_core.config import build_config, load_config
-from pipelinerl_core.config.known_models import KNOWN_MODELS
-from pipelinerl_core.config.load import override_config
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import build_config, load_config, override_config
+from pipelinerl_core.models.shapes import KNOWN_MODELS
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.rewards import gym as scorer
 from pipelinerl_core.tools.gym_tasks_page import page

@@ -7,15 +7,13 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from pipelinerl_core.config.gym_tasks import COMPOSITE, check_task
+from pipelinerl_core.config.prompts import ReasoningGymPrompts
 from pipelinerl_core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pipelinerl_core.config.sections import ReasoningGymPrompts
+from pipelinerl_core.gym.tasks import COMPOSITE, check_task
 
 _OWN = ("seed", "size")
 """Fields of every task that the project sets."""
@@ -29,7 +27,7 @@ class TaskOptions(NamedTuple):
     """Level of the library's curriculum of the task; None: the task's own defaults."""
 
 
-def options_of(prompts: "ReasoningGymPrompts", task: str) -> TaskOptions:
+def options_of(prompts: ReasoningGymPrompts, task: str) -> TaskOptions:
     """Options and level of a task in [prompts]."""
     return TaskOptions(prompts.options.get(task, {}), prompts.levels.get(task))
 

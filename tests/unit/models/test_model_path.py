@@ -6,19 +6,17 @@ import sys
 
 import pytest
 
-from pipelinerl_core.config.model_path import (
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.paths import builtin_recipe, resolve_model_path, seeded_path
+from pipelinerl_core.models.recipes import (
     BUILTIN_MODELS,
     PackagedModel,
     SumsModel,
-    builtin_recipe,
     cache_directory,
     digest,
     model_directory,
     packaged_file,
-    resolve_model_path,
-    seeded_path,
 )
-from pipelinerl_core.errors import ConfigError
 
 
 def test_a_builtin_model_is_there_once_its_directory_is(tmp_path, monkeypatch):
@@ -106,8 +104,6 @@ def test_the_cache_is_in_the_home_directory_by_default(monkeypatch, tmp_path):
 
 
 def test_looking_for_a_model_does_not_import_torch():
-    code = (
-        "import sys, pipelinerl_core.config.model_path, pipelinerl_core.tools.prepare; print('torch' in sys.modules)"
-    )
+    code = "import sys, pipelinerl_core.models.paths, pipelinerl_core.tools.prepare; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"

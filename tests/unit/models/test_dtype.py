@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipelinerl_core.config import build_config, dtype
-from pipelinerl_core.config.load import override_config
+from pipelinerl_core import host as processors
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.resolve import build_config, override_config
 
 
 @pytest.mark.parametrize(
@@ -20,16 +20,16 @@ from pipelinerl_core.errors import ConfigError
 )
 def test_the_flags_of_a_cpu_show_whether_the_cpu_has_units(tmp_path, text, has_units):
     (tmp_path / "cpuinfo").write_text(text)
-    assert dtype.cpu_has_bfloat16(tmp_path / "cpuinfo") is has_units
+    assert processors.cpu_has_bfloat16(tmp_path / "cpuinfo") is has_units
 
 
 def test_a_host_that_does_not_list_its_flags_counts_as_without_units(tmp_path):
-    assert dtype.cpu_has_bfloat16(tmp_path / "none") is False
+    assert processors.cpu_has_bfloat16(tmp_path / "none") is False
 
 
 def host(monkeypatch, *, cpu, gpu):
-    monkeypatch.setattr(dtype, "cpu_has_bfloat16", lambda: cpu)
-    monkeypatch.setattr(dtype, "gpu_capability", lambda: gpu)
+    monkeypatch.setattr(processors, "cpu_has_bfloat16", lambda: cpu)
+    monkeypatch.setattr(processors, "gpu_capability", lambda: gpu)
 
 
 @pytest.mark.parametrize(
@@ -63,5 +63,5 @@ def test_rules_between_sections_apply_to_the_choice(monkeypatch):
 
 
 def test_a_host_without_a_gpu_has_no_capability(monkeypatch):
-    monkeypatch.setattr(dtype.shutil, "which", lambda command: None)
-    assert dtype.gpu_capability() is None
+    monkeypatch.setattr(processors.shutil, "which", lambda command: None)
+    assert processors.gpu_capability() is None

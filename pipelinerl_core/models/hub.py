@@ -1,7 +1,7 @@
 """Models of the Hugging Face hub by name: `org/name` or `org/name@revision`, in the library's cache ($HF_HOME).
 
-This module must not import torch, so that a flow can check cheaply whether a model exists. As a process it downloads
-a model: `python -m pipelinerl_core.config.hub_models org/name` prints the directory, or one line and exit code 2.
+As a process this module downloads a model: `python -m pipelinerl_core.models.hub org/name` prints the directory, or
+one line and exit code 2.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.errors import ConfigError
 
 _NAME = re.compile(r"(?P<name>\w[\w.-]*/[\w.-]+)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)
@@ -66,10 +66,10 @@ def hub_config(path: str) -> dict[str, Any] | None:
     for local_files_only in (True, False):
         try:
             file = _snapshot(path, local_files_only=local_files_only, files=("config.json",)) / "config.json"
-            found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            entries: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         except Exception:  # noqa: BLE001  (errors of the library, of the network and of the file)
             continue
-        return found
+        return entries
     return None
 
 
@@ -91,8 +91,9 @@ def _snapshot(path: str, *, local_files_only: bool, files: Sequence[str] = _FILE
 
     name, revision = _parts(path)
     patterns = list(files)
-    found = snapshot_download(name, revision=revision, local_files_only=local_files_only, allow_patterns=patterns)
-    return Path(found)
+    return Path(
+        snapshot_download(name, revision=revision, local_files_only=local_files_only, allow_patterns=patterns)
+    )
 
 
 def _parts(path: str) -> tuple[str, str | None]:

@@ -1,0 +1,19 @@
+"""The configuration of a run."""
+
+from typing import Self
+
+from pydantic import model_validator
+
+from pipelinerl_core.config.rules import first_problem
+from pipelinerl_core.config.settings import Settings
+
+
+class RunConfig(Settings):
+    """All settings of a run, which break no rule between sections."""
+
+    @model_validator(mode="after")
+    def _rules_between_sections(self) -> Self:
+        problem = first_problem(self)
+        if problem is not None:
+            raise ValueError(problem)
+        return self

@@ -1,0 +1,1 @@
+"""Tasks of the reasoning-gym library: which are reviewed, and their options."""

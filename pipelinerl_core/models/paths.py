@@ -1,0 +1,119 @@
+"""From a `model.path` to the directory, the recipe or the config.json of the model."""
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.hub import cached_model, download_model, hub_config, is_hub_model
+from pipelinerl_core.models.recipes import (
+    BUILTIN_MODELS,
+    BUILTIN_PREFIX,
+    TINY_PREFIX,
+    PackagedModel,
+    Recipe,
+    SumsModel,
+    TinyModel,
+    model_directory,
+)
+from pipelinerl_core.models.shapes import KNOWN_MODELS, shape_of
+from pipelinerl_core.models.tiny import SMALL_VOCABULARY, shrunk
+
+_SEED = re.compile(r"seed=(\d{1,9})")
+
+
+def builtin_recipe(path: str) -> Recipe | None:
+    """The recipe of a `builtin:` name, None for any other path; raises ConfigError for an unknown name.
+
+    Example: builtin:sums?seed=1 is builtin:sums with other initial weights and demonstrations. Raises ConfigError too
+    if the model after TINY_PREFIX is not known.
+    """
+    if not path.startswith(BUILTIN_PREFIX):
+        return None
+    if path.startswith(TINY_PREFIX):
+        return _tiny_recipe(path.removeprefix(TINY_PREFIX))
+    name, separator, options = path.partition("?")
+    if name not in BUILTIN_MODELS:
+        close = difflib.get_close_matches(name, BUILTIN_MODELS, n=1, cutoff=0)[0]
+        raise ConfigError(f"model.path={path}: no such built-in model; did you mean {close}?")
+    recipe, seed = BUILTIN_MODELS[name], _SEED.fullmatch(options)
+    if separator and isinstance(recipe, PackagedModel):
+        raise ConfigError(f"model.path={path}: {name} has no options. Set model.path={name}")
+    if separator and seed is None:
+        raise ConfigError(f"model.path={path}: the only option of a built-in model is its seed. Set {name}?seed=1")
+    return recipe.model_copy(update={"seed": int(seed[1])}) if seed else recipe
+
+
+def seeded_path(path: str, seed: int) -> str:
+    """The path of a built-in model that has seeds with `seed`, unless the path has a seed; any other path
+    unchanged."""
+    has_seeds = isinstance(builtin_recipe(path), SumsModel) and "?" not in path
+    return f"{path}?seed={seed}" if has_seeds else path
+
+
+def resolve_model_path(path: str) -> Path | None:
+    """The directory of the model and its tokenizer, or None if the directory does not exist (yet).
+
+    A model of the hub is looked up in the local cache. Raises ConfigError for an unknown `builtin:` name.
+    """
+    recipe = builtin_recipe(path)
+    if recipe is None and is_hub_model(path):
+        return cached_model(path)
+    directory = Path(path).expanduser() if recipe is None else model_directory(recipe)
+    return directory if directory.is_dir() else None
+
+
+def require_model(path: str) -> Path:
+    """The directory of the model and its tokenizer; a model of the hub that this host lacks is downloaded.
+
+    Raises ConfigError if the directory does not exist or the download fails.
+    """
+    directory = resolve_model_path(path)
+    if directory is None and is_hub_model(path):
+        return download_model(path)
+    if directory is None:
+        raise ConfigError(f"model.path={path}: not built yet. Run `pipelinerl prepare`")
+    return directory
+
+
+def model_config_of(path: str) -> Mapping[str, Any] | None:
+    """config.json of `model.path` on this host, or the entry of KNOWN_MODELS; None: neither is there."""
+    directory = resolve_model_path(path)
+    if directory is None:
+        return KNOWN_MODELS.get(re.split("[@?]", path)[0])  # without revision or seed
+    try:
+        entries: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return entries
+
+
+def _tiny_recipe(of: str) -> TinyModel:
+    """The recipe of a small model of the architecture of `of`, a model.path.
+
+    Raises ConfigError if the config.json of the model is unknown or describes no decoder.
+    """
+    entries = model_config_of(of) or (hub_config(of) if is_hub_model(of) else None)
+    if entries is None:
+        raise ConfigError(
+            f"model.path={of}: --tiny reads the config.json of the model, which is neither on this host nor on a hub "
+            "that this host can reach. Copy the file into a directory and set model.path to the directory, or set "
+            f"model.path to a model of the same architecture that is known without a download: {_known_families()}"
+        )
+    if "hidden_size" not in entries or (shape := shape_of(entries)) is None:
+        raise ConfigError(
+            f"model.path={of}: its config.json has not the sizes of a text decoder (hidden_size, "
+            "num_attention_heads, ...), so --tiny cannot shrink the model. Set model.path to a decoder"
+        )
+    directory = resolve_model_path(of)
+    has_small = directory is not None and shape.vocabulary <= SMALL_VOCABULARY
+    return TinyModel(settings=shrunk(entries), tokenizer=str(directory) if has_small else "")
+
+
+def _known_families() -> str:
+    """A known model of each family."""
+    families = {entries["model_type"]: name for name, entries in KNOWN_MODELS.items()}
+    return ", ".join(sorted(families.values()))

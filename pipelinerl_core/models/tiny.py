@@ -1,0 +1,54 @@
+"""The shape of the model of `pipelinerl train --tiny`: a small model of the same architecture as another model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipelinerl_core.models.shapes import shape_of
+
+SMALL_VOCABULARY = 4096
+"""A tokenizer with at most this many tokens is used as it is."""
+BYTES_PER_TOKEN = 4
+"""The tokenizer has a token per byte: texts have about this many times the tokens."""
+_HEAD_DIM = 32
+"""The smallest that vLLM supports on a CPU."""
+_NUM_LAYERS = 2
+_MAX_GROUPS = 2
+_SIZES = {
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_window_layers": _NUM_LAYERS,
+}
+"""Entries of config.json, which are set if the model has them."""
+_LEFT_OUT = ("quantization_config", "torch_dtype", "dtype", "_name_or_path", "transformers_version")
+
+
+def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with small sizes: two layers, heads of 32, at most two key-value heads, which as many query heads
+    share as in the original."""
+    shape = shape_of(config)
+    assert shape is not None
+    groups = min(_MAX_GROUPS, shape.groups)
+    heads = groups * max(1, shape.heads // shape.groups)
+    kept = {name: value for name, value in config.items() if name not in _LEFT_OUT}
+    per_layer = {  # the first and the last, which may be of two kinds
+        name: [value[0], value[-1]]
+        for name, value in kept.items()
+        if isinstance(value, list) and len(value) == shape.layers > 1
+    }
+    sizes = {name: size for name, size in _SIZES.items() if kept.get(name)}
+    if context := kept.get("max_position_embeddings"):
+        sizes["max_position_embeddings"] = BYTES_PER_TOKEN * context
+    head_dim = {"head_dim": _HEAD_DIM} if kept.get("head_dim") else {}
+    return {
+        **kept,
+        **per_layer,
+        **sizes,
+        **head_dim,
+        "hidden_size": heads * _HEAD_DIM,
+        "num_hidden_layers": _NUM_LAYERS,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+    }
