@@ -283,6 +283,9 @@ class EpisodeHost(Protocol):
 class Environments(Protocol):
     """Plays episodes of the run's environment in its processes."""
 
+    async def check(self) -> Any:
+        """Start a process and load the environment. Raises EnvironmentFailed."""
+
     async def play(self, task: Mapping[str, Any], seed: int, host: EpisodeHost) -> Played | Transcript:
         """Play and score one episode. Raises EnvironmentFailed with one line that names file and line if known.
 

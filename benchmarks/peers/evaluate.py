@@ -37,12 +37,12 @@ async def add_accuracies(out: Path, num_prompts: int) -> None:
             if "accuracy" in point:
                 continue
             await engine.swap(_update(out, point["step"]))
-            record = await measure(engine, held_out, config, slots=_CONCURRENCY, num_prompts=num_prompts)
+            record = await measure(engine, held_out, slots=_CONCURRENCY, num_prompts=num_prompts)
             point["accuracy"] = record.accuracy
             logger.info("step %d: accuracy %.3f, %.1f tokens", point["step"], record.accuracy, record.mean_tokens)
             write_points(out, document)
     finally:
-        await held_out.close()
+        await held_out.task.close()
         await engine.close()
 
 

@@ -19,6 +19,7 @@ as long as its messages become the logged tokens. From the first difference on t
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,9 +27,10 @@ from typing import Any
 import numpy as np
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import EngineError, EnvironmentFailed, RewardError
+from pipelinerl_core.errors import EngineError, EnvironmentFailed, EnvironmentTimeout, RewardError
 from pipelinerl_core.interfaces import ChatCodec, Engine, Environments
 from pipelinerl_core.rollouts.group_scoring import GroupScoring
+from pipelinerl_core.rollouts.player import EpisodeCounts, Sample, Sampled
 from pipelinerl_core.rollouts.progress import Progress
 from pipelinerl_core.types import (
     BoolArray,
@@ -41,6 +43,7 @@ from pipelinerl_core.types import (
     Prompt,
     Reply,
     Sampler,
+    Score,
     Transcript,
     TurnSpan,
 )
@@ -67,18 +70,6 @@ class _Turn:
     finish_reason: FinishReason | None = None
 
 
-@dataclass(slots=True)
-class EpisodeCounts:
-    """Tokens of all episodes of one player."""
-
-    given: int = 0
-    """Tokens in completions that were not sampled."""
-    replayed: int = 0
-    """Sampled tokens of earlier plays that were used again."""
-    dropped: int = 0
-    """Tokens of earlier plays that were dropped, because the environment acted differently."""
-
-
 class Episode:
     """One episode; implements `interfaces.EpisodeHost`."""
 
@@ -91,7 +82,7 @@ class Episode:
         *,
         request_id: str,
         sampler: Sampler,
-        counts: "EpisodeCounts",
+        counts: EpisodeCounts,
     ) -> None:
         """progress: the episode so far, from its log, if the episode is played again."""
         self._engine = engine
@@ -315,19 +306,57 @@ class EpisodePlayer:
         self._engine = engine
         self._environments = environments
         self._chat = chat
-        self._config = config
+        self.config = config
         self.counts = EpisodeCounts()
+
+    def begin(self, prompt: Prompt, size: int) -> Sample:
+        """See `Player.begin`. Nothing is played if the log has the reward.
+
+        An episode whose environment takes too long has the reward environment.timeout_reward, and its error.
+        """
+        group = self.group(prompt, size)
+        late = Played(score=Score(self.config.environment.timeout_reward))
+
+        async def sample(index: int, request_id: str, sampler: Sampler, progress: Progress) -> Sampled:
+            episode = self.episode(progress, request_id=request_id, sampler=sampler)
+            error, is_late = None, False
+            try:
+                if progress.outcome is None or episode.transcript is not None:
+                    await self.play(episode, prompt, sampler.seed, group, index)
+                else:
+                    await group.ended()
+            except EngineError as failure:
+                error = f"engine: {failure}"
+            except RewardError as failure:
+                error = f"environment: {failure}"
+                is_late = isinstance(failure, EnvironmentTimeout) and bool(episode.loss_mask.any())
+            if is_late:
+                episode.end(late)
+            elif error is not None:
+                progress.finish(FinishReason.ABORT)
+                progress.score(None)
+            return Sampled(
+                prompt_token_ids=episode.prompt_token_ids,
+                completion=progress.completion(),
+                loss_mask=episode.loss_mask,
+                turn_spans=episode.turn_spans,
+                turn_rewards=episode.turn_rewards,
+                finished_at=time.time(),
+                error=error,
+            )
+
+        return sample
 
     def episode(self, progress: Progress, *, request_id: str, sampler: Sampler) -> Episode:
         """An episode, to be played with `play`."""
         return Episode(
-            self._engine, self._chat, self._config, progress, request_id=request_id, sampler=sampler,
+            self._engine, self._chat, self.config, progress, request_id=request_id, sampler=sampler,
             counts=self.counts,
         )  # fmt: skip
 
     def group(self, prompt: Prompt, size: int) -> GroupScoring:
         """The scoring of the `size` episodes of a prompt, for environments that score groups."""
-        task = task_of(self._config, prompt)
+        task = task_of(self.config, prompt)
         return GroupScoring(size, lambda transcripts: self._environments.score_group(task, transcripts))
 
     async def play(self, episode: Episode, prompt: Prompt, seed: int, group: GroupScoring, index: int) -> Played:
@@ -338,7 +367,7 @@ class EpisodePlayer:
         transcript = episode.transcript
         try:
             if transcript is None:
-                result = await self._environments.play(task_of(self._config, prompt), seed, episode)
+                result = await self._environments.play(task_of(self.config, prompt), seed, episode)
                 if isinstance(result, Transcript):
                     transcript = result
                     episode.ended(transcript)

@@ -18,11 +18,12 @@ import torch
 from pipelinerl_core.data.segments import SegmentWriter
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.rewards.pool import build_scorer
-from pipelinerl_core.roles.actor.loop import Actor, ActorParts, TaskTools
+from pipelinerl_core.roles.actor.loop import Actor, ActorParts
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.runtime.inference import build_codec, build_engine
 from pipelinerl_core.roles.trainer.learners import build_alone
 from pipelinerl_core.roles.trainer.main import Trainer
+from pipelinerl_core.rollouts.player import SingleTurns
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import take_over
 from pipelinerl_core.weights.publish import shm_directory
@@ -68,7 +69,7 @@ def run_actor(url: str, engine: EmbeddedEngine, stop: threading.Event, faults: C
         )
         parts = ActorParts(
             engine=engine,
-            tools={"": TaskTools(config=context.config, codec=build_codec(context.config), scorer=scorer)},
+            players={"": SingleTurns(engine, scorer, build_codec(context.config), context.config)},
             subscriber=WeightSubscriber(context.store),
             segments=segments,
             store=context.store,

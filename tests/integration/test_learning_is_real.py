@@ -72,10 +72,10 @@ def accuracy(url: str, version: str, config: RunConfig) -> float:
             manifest = find_commit(context, version).manifest
             assert manifest is not None
             await engine.swap(WeightSubscriber(context.store).fetch(manifest))
-            record = await measure(engine, held_out, config, slots=256, num_prompts=1000)
+            record = await measure(engine, held_out, slots=256, num_prompts=1000)
             return record.accuracy
         finally:
-            await held_out.scorer.close()
+            await held_out.task.close()
             await engine.close()
 
     return asyncio.run(measured())

@@ -21,6 +21,7 @@ from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.roles.runtime.inference import build_codec, build_engine
 from pipelinerl_core.roles.trainer.learners import build_alone
+from pipelinerl_core.rollouts.player import SingleTurns
 from pipelinerl_core.rollouts.runner import GroupRunner
 from pipelinerl_core.types import Rollout, Score
 
@@ -63,7 +64,9 @@ class Recording:
     async def _sample(self, weights, num_groups: int, config: RunConfig | None = None) -> list[list[Rollout]]:
         self._num_swaps += 1
         await self._engine.swap(WeightUpdate(version=self._num_swaps, tensors=weights, num_bytes=0))
-        runner = GroupRunner(self._engine, LengthScorer(), self._codec, config or self._config, actor="actor-0")
+        runner = GroupRunner(
+            {"": SingleTurns(self._engine, LengthScorer(), self._codec, config or self._config)}, actor="actor-0"
+        )
         numbers = range(self._num_groups, self._num_groups + num_groups)
         self._num_groups += num_groups
         leases = [

@@ -10,7 +10,6 @@ from pipelinerl_core.data.partials import PartialLog, PartialReader
 from pipelinerl_core.errors import StoreError
 from pipelinerl_core.interfaces import Engine, ObjectStore
 from pipelinerl_core.messages import Lease
-from pipelinerl_core.rollouts.mixture import MixtureRunner
 from pipelinerl_core.rollouts.runner import GroupRunner
 from pipelinerl_core.types import PartialRow
 
@@ -30,7 +29,7 @@ class GroupLog:
         config: RunConfig,
         store: ObjectStore,
         engine: Engine,
-        runner: GroupRunner | MixtureRunner,
+        runner: GroupRunner,
         *,
         actor: str,
         epoch: int,

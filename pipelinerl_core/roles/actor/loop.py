@@ -40,7 +40,7 @@ from pipelinerl_core.errors import (
     RunOver,
     SwapError,
 )
-from pipelinerl_core.interfaces import Engine, ObjectStore, Scorer, Subscriber
+from pipelinerl_core.interfaces import Engine, ObjectStore, Subscriber
 from pipelinerl_core.messages import Answer, Group, Lease, LeaseRef, Refused, Register, Sync, SyncReply
 from pipelinerl_core.roles.actor.broadcast_subscriber import BroadcastSubscriber
 from pipelinerl_core.roles.actor.evaluating import ActorEvaluation
@@ -50,10 +50,10 @@ from pipelinerl_core.roles.actor.sealing import Sealer
 from pipelinerl_core.roles.actor.watch import ActorWatch
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
-from pipelinerl_core.rollouts.episode import EpisodePlayer
-from pipelinerl_core.rollouts.mixture import ErrorBudgets, MixtureRunner
+from pipelinerl_core.rollouts.error_budget import ErrorBudgets
 from pipelinerl_core.rollouts.pace import Pacer
-from pipelinerl_core.rollouts.runner import GroupRunner, TextCodec
+from pipelinerl_core.rollouts.player import Player
+from pipelinerl_core.rollouts.runner import GroupRunner
 from pipelinerl_core.run.records import SwapRecord
 from pipelinerl_core.types import WeightManifest
 from pipelinerl_core.weights.broadcast import GROUP_COUNTER
@@ -66,24 +66,11 @@ _SWAP_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskTools:
-    """What samples and scores the prompts of a run, or of one part of a mixture."""
-
-    config: RunConfig
-    """Of the part."""
-    codec: TextCodec
-    scorer: Scorer | None
-    """None with an environment."""
-    player: EpisodePlayer | None = None
-    """Only with an environment: plays the rollouts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ActorParts:
     """What an actor is built from."""
 
     engine: Engine
-    tools: Mapping[str, TaskTools]
+    players: Mapping[str, Player]
     """By part of the mixture; of a run without a mixture by ""."""
     subscriber: Subscriber
     segments: SegmentWriter
@@ -116,12 +103,8 @@ class Actor:
         self._subscriber = parts.subscriber
         self._broadcasts = parts.broadcasts
         self._evaluation = parts.evaluation
-        self._players = [one.player for one in parts.tools.values() if one.player is not None]
-        runners = {
-            part: GroupRunner(parts.engine, one.scorer, one.codec, one.config, actor=name, player=one.player)
-            for part, one in parts.tools.items()
-        }
-        self._runner = runners[""] if "" in runners else MixtureRunner(runners)
+        self._players = list(parts.players.values())
+        self._runner = GroupRunner(parts.players, actor=name)
         self._log = GroupLog(
             config, parts.store, parts.engine, self._runner, actor=name, epoch=epoch,
             seal=lambda: self._sealer.seal(everything=True),
@@ -145,7 +128,7 @@ class Actor:
         self._credit = 0
         self._credit_granted = asyncio.Event()
         self._sync_seconds = 0.05
-        self._errors = ErrorBudgets(list(parts.tools))
+        self._errors = ErrorBudgets(list(parts.players))
         self._pacer = Pacer(config.trainer.groups_per_step)
         self._paced_at = time.monotonic()
         self._paced_tokens = 0

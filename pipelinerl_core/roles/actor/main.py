@@ -5,22 +5,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.mixture import naming
 from pipelinerl_core.data.segments import SegmentWriter
-from pipelinerl_core.environments.pool import EnvironmentPool, build_environments
 from pipelinerl_core.errors import ConfigError, EnvironmentFailed
 from pipelinerl_core.host import own_cores
 from pipelinerl_core.interfaces import BroadcastReceiver, Engine, ObjectStore
 from pipelinerl_core.messages import Register
-from pipelinerl_core.rewards.pool import ProcessScorer, build_scorer
 from pipelinerl_core.roles.actor.broadcast_subscriber import BroadcastSubscriber
 from pipelinerl_core.roles.actor.evaluating import ActorEvaluation
-from pipelinerl_core.roles.actor.loop import Actor, ActorParts, TaskTools
+from pipelinerl_core.roles.actor.loop import Actor, ActorParts
 from pipelinerl_core.roles.runtime.hub_link import HubLink
-from pipelinerl_core.roles.runtime.inference import base_weights, build_chat, build_codec, open_engine
+from pipelinerl_core.roles.runtime.inference import base_weights, open_engine
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.roles.runtime.process import (
     RoleProcess,
@@ -29,8 +25,8 @@ from pipelinerl_core.roles.runtime.process import (
     keep_to_cores,
     run_role,
 )
+from pipelinerl_core.roles.runtime.task import Task, build_task
 from pipelinerl_core.roles.runtime.token_digests import token_digests
-from pipelinerl_core.rollouts.episode import EpisodePlayer
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.history import is_complete
 from pipelinerl_core.run.reading import list_keys
@@ -70,7 +66,7 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event, monit
     evaluation = ActorEvaluation(context, engine) if is_evaluated else None
     parts = ActorParts(
         engine=engine,
-        tools={part: _tools(task, engine) for part, task in tasks.items()},
+        players={part: task.player(engine) for part, task in tasks.items()},
         subscriber=WeightSubscriber(context.store, base_weights(context.config)),
         segments=segments,
         store=context.store,
@@ -105,54 +101,21 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event, monit
         await engine.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Task:
-    """The processes that score the prompts of a run, or of one part of a mixture."""
-
-    config: RunConfig
-    scorer: ProcessScorer | None = None
-    environments: EnvironmentPool | None = None
-
-    async def close(self) -> None:
-        """End the processes."""
-        if self.environments is not None:
-            await self.environments.close()
-        if self.scorer is not None:
-            await self.scorer.close()
-
-
-async def _open_task(context: RunContext, part: str, monitor: RoleMonitor) -> _Task:
-    """The scorer or the environments of a part. Raises ConfigError."""
-    config, code = context.config.parts[part], stored_code(context, part)
+async def _open_task(context: RunContext, part: str, monitor: RoleMonitor) -> Task:
+    """The task of a part; its environments are loaded. Raises ConfigError."""
 
     def count_lost(cause: str) -> None:
         monitor.metrics.add("actor_lost_scorings_total", label=cause)
 
     with naming(part):
-        if not config.environment.path:
-            return _Task(config=config, scorer=build_scorer(config, count_lost, code))
-        judge = build_scorer(config, count_lost, code) if config.environment.is_judged else None
-        return _Task(config=config, environments=await _loaded(build_environments(config, code, judge)))
-
-
-def _tools(task: _Task, engine: Engine) -> TaskTools:
-    config, environments = task.config, task.environments
-    return TaskTools(
-        config=config,
-        codec=build_codec(config),
-        scorer=task.scorer,
-        player=EpisodePlayer(engine, environments, build_chat(config), config) if environments is not None else None,
-    )
-
-
-async def _loaded(environments: EnvironmentPool) -> EnvironmentPool:
-    """The pool, after a process has loaded the environment. Raises ConfigError, before any lease is taken."""
-    try:
-        await environments.check()
-    except EnvironmentFailed as error:
-        await environments.close()
-        raise ConfigError(str(error)) from None
-    return environments
+        task = build_task(context.config.parts[part], stored_code(context, part), count_lost)
+        if task.environments is not None:
+            try:
+                await task.environments.check()
+            except EnvironmentFailed as error:
+                await task.close()
+                raise ConfigError(str(error)) from None
+        return task
 
 
 def _broadcast_subscriber(context: RunContext, engine: Engine, name: str) -> BroadcastSubscriber | None:

@@ -19,7 +19,7 @@ from pipelinerl_core.prompts.chat import encode_prompt
 from pipelinerl_core.prompts.turns import ChatTurns
 from pipelinerl_core.roles.runtime.device import model_device
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
-from pipelinerl_core.rollouts.runner import TextCodec
+from pipelinerl_core.rollouts.player import TextCodec
 from pipelinerl_core.types import Int32Array, Prompt
 from pipelinerl_core.weights.base import BaseWeights
 from pipelinerl_core.weights.staging import staging_directory

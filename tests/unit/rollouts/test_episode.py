@@ -17,8 +17,9 @@ from pipelinerl_core.interfaces import WeightUpdate
 from pipelinerl_core.messages import Lease
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.rollouts.episode import Episode, EpisodePlayer
+from pipelinerl_core.rollouts.error_budget import ErrorBudget
 from pipelinerl_core.rollouts.progress import Progress
-from pipelinerl_core.rollouts.runner import ErrorBudget, GroupRunner, rollout_seed
+from pipelinerl_core.rollouts.runner import GroupRunner, rollout_seed
 from pipelinerl_core.types import (
     FinishReason,
     Outcome,
@@ -330,7 +331,7 @@ def test_an_episode_without_tokens_is_an_error_row(environments, text):
     async def main():
         one = engine()
         player = EpisodePlayer(one, environments, Chat(), OWN)
-        rollouts = await GroupRunner(one, None, None, OWN, actor="a", player=player).run(lease)
+        rollouts = await GroupRunner({"": player}, actor="a").run(lease)
         await one.close()
         return rollouts
 
@@ -347,7 +348,7 @@ def test_the_rows_of_a_group_of_episodes_pass_the_hubs_checks_and_restart_with_t
     async def main(restored=None):
         one = engine()
         player = EpisodePlayer(one, Environments(), Chat(), settings)
-        runner = GroupRunner(one, None, None, settings, actor="a", player=player)
+        runner = GroupRunner({"": player}, actor="a")
         rollouts = await runner.run(lease, restored)
         rows = runner.growth()
         await one.close()
@@ -398,7 +399,7 @@ def test_a_group_is_scored_together_when_its_last_episode_has_ended(failing):
     async def main(restored=None):
         one = engine()
         player = EpisodePlayer(one, environments, Chat(), OWN)
-        runner = GroupRunner(one, None, None, OWN, actor="a", player=player)
+        runner = GroupRunner({"": player}, actor="a")
         rollouts = await runner.run(lease, restored)
         rows = runner.growth()
         await one.close()
@@ -434,7 +435,7 @@ def test_an_episode_whose_environment_hangs_has_the_reward_for_that_and_counts_a
     async def main():
         one = engine()
         player = EpisodePlayer(one, Hanging(turns), Chat(), settings)
-        rollouts = await GroupRunner(one, None, None, settings, actor="a", player=player).run(lease)
+        rollouts = await GroupRunner({"": player}, actor="a").run(lease)
         await one.close()
         return rollouts
 

@@ -11,7 +11,8 @@ from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.errors import RewardError
 from pipelinerl_core.messages import Lease
 from pipelinerl_core.models.resolve import load_config
-from pipelinerl_core.rollouts.runner import GroupRunner, TextCodec
+from pipelinerl_core.rollouts.player import SingleTurns, TextCodec
+from pipelinerl_core.rollouts.runner import GroupRunner
 from pipelinerl_core.types import (
     FinishReason,
     Origin,
@@ -53,7 +54,7 @@ def runner(scorer):
     codec = TextCodec(
         encode=lambda prompt: np.array([1, 2, 3], np.int32), decode=lambda ids: " ".join(str(i) for i in ids)
     )
-    return engine, GroupRunner(engine, scorer, codec, CONFIG, actor="b")
+    return engine, GroupRunner({"": SingleTurns(engine, scorer, codec, CONFIG)}, actor="b")
 
 
 def run(scorer, taken=None, attempt=0):
@@ -162,3 +163,19 @@ async def test_a_cancelled_group_leaves_no_log():
     assert sum(len(row.token_ids) for row in rows) >= 6  # a flush brings what no chunk has carried yet
     assert {row.finish_reason for row in rows} == {None}
     assert after == []
+
+
+def test_a_group_of_a_mixture_is_played_by_the_player_of_its_part():
+    class Player:
+        counts, config = None, CONFIG
+
+        def __init__(self, name):
+            self.name = name
+
+        def begin(self, prompt, size):
+            raise RuntimeError(f"{self.name} plays {prompt.source}")
+
+    mixture = GroupRunner({name: Player(name) for name in ("math", "guess")}, actor="b")
+    with pytest.raises(RuntimeError, match="guess plays guess"):
+        asyncio.run(mixture.run(lease().model_copy(update={"prompt": replace(PROMPT, source="guess")})))
+    assert mixture.growth() == []

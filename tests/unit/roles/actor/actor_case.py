@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from pipelinerl_core.errors import SwapError
 from pipelinerl_core.messages import Ack
 from pipelinerl_core.models.resolve import load_config
-from pipelinerl_core.roles.actor.loop import Actor, ActorParts, TaskTools
+from pipelinerl_core.roles.actor.loop import Actor, ActorParts
+from pipelinerl_core.rollouts.player import SingleTurns
 from pipelinerl_core.types import SwapReport
 from tests.fakes import MemoryStore
 
@@ -48,13 +49,13 @@ class Engine:
         return SwapReport(version=update.version, pause_seconds=0.0, num_bytes=0, num_running=0)
 
 
-NO_TOOLS = {"": TaskTools(config=load_config("quickstart"), codec=None, scorer=None)}
+NO_PLAYERS = {"": SingleTurns(None, None, None, load_config("quickstart"))}
 """For actors that work on no lease."""
 
 
 def actor(link, engine=None):
     subscriber = SimpleNamespace(fetch=lambda manifest: SimpleNamespace(version=manifest.version))
-    parts = ActorParts(engine=engine, tools=NO_TOOLS, subscriber=subscriber, segments=None, store=MemoryStore())
+    parts = ActorParts(engine=engine, players=NO_PLAYERS, subscriber=subscriber, segments=None, store=MemoryStore())
     return Actor(load_config("quickstart"), parts, run_id="run", name="a", epoch=1, link=lambda registration: link)
 
 

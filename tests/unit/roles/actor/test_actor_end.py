@@ -15,7 +15,7 @@ from pipelinerl_core.roles.actor.loop import Actor, ActorParts
 from pipelinerl_core.roles.actor.sealing import Sealer
 from tests.builders import group_named
 from tests.fakes import MemoryStore
-from tests.unit.roles.actor.actor_case import NO_TOOLS
+from tests.unit.roles.actor.actor_case import NO_PLAYERS
 from tests.waiting import until
 
 SECONDS = 60.0
@@ -185,7 +185,9 @@ def run_actor(link, stop):
     flushes = []
 
     async def main():
-        parts = ActorParts(engine=Engine(), tools=NO_TOOLS, subscriber=None, segments=Segments(), store=MemoryStore())
+        parts = ActorParts(
+            engine=Engine(), players=NO_PLAYERS, subscriber=None, segments=Segments(), store=MemoryStore()
+        )
         one = Actor(load_config("quickstart"), parts, run_id="run", name="a", epoch=1, link=lambda _: link)
 
         async def flush():
@@ -266,7 +268,9 @@ def test_syncs_go_on_while_every_thread_of_other_work_waits_for_the_store():
         return SyncReply(re=0, boot_id="boot")
 
     async def main():
-        parts = ActorParts(engine=Engine(), tools=NO_TOOLS, subscriber=None, segments=Segments(), store=MemoryStore())
+        parts = ActorParts(
+            engine=Engine(), players=NO_PLAYERS, subscriber=None, segments=Segments(), store=MemoryStore()
+        )
         one = Actor(load_config("quickstart"), parts, run_id="run", name="a", epoch=1, link=lambda _: Link(answers))
         one._log.flush = lambda: asyncio.sleep(0)
         one._log.run = lambda: asyncio.sleep(SECONDS)

@@ -10,7 +10,8 @@ import pytest
 from pipelinerl_core.errors import EngineError, RewardError
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.runtime.evaluation import EvalSet, measure
-from pipelinerl_core.rollouts.runner import TextCodec
+from pipelinerl_core.roles.runtime.task import Task
+from pipelinerl_core.rollouts.player import TextCodec
 from pipelinerl_core.types import Chunk, Completion, FinishReason, Prompt, RewardComponent, Score, WeightSpan
 
 EMPTY = np.zeros(0, np.float32)
@@ -63,19 +64,16 @@ async def async_score(prompt, text, completion):
 
 
 def evaluated(engine, num, *overrides, slots=8, max_seconds=60.0, reports=None):
-    one = EvalSet(
-        name="hard",
-        prompts=prompts(num),
-        codec=TextCodec(
-            encode=lambda prompt: np.array([int(prompt.prompt_id)], np.int32),
-            decode=lambda token_ids: " ".join(map(str, token_ids.tolist())),
-        ),
-        scorer=SimpleNamespace(score=async_score),
+    codec = TextCodec(
+        encode=lambda prompt: np.array([int(prompt.prompt_id)], np.int32),
+        decode=lambda token_ids: " ".join(map(str, token_ids.tolist())),
     )
     config = load_config("quickstart", list(overrides))
+    task = Task(config=config, codec=codec, scorer=SimpleNamespace(score=async_score))
+    held_out = EvalSet(name="hard", prompts=prompts(num), task=task)
     report = (lambda progress: None) if reports is None else reports.append
     return asyncio.run(
-        measure(engine, one, config, slots=slots, num_prompts=num, max_seconds=max_seconds, report=report)
+        measure(engine, held_out, slots=slots, num_prompts=num, max_seconds=max_seconds, report=report)
     )
 
 
