@@ -101,9 +101,7 @@ class SimulatedActor:
         self._rows = rows
         self._segments = SegmentWriter(store, name, _EPOCH, RUN_ID, max_seconds=math.inf, max_bytes=1 << 62)
         self._sync_requested = threading.Event()
-        self._client = HubClient(
-            url, token=token, role="actor", name=name, on_credit=lambda num_groups: self._sync_requested.set()
-        )
+        self._client = HubClient(url, token=token, role="actor", name=name, on_sync_now=self._sync_requested.set)
         registered = self._client.request(Register(role="actor", name=name, epoch=_EPOCH))
         assert isinstance(registered, Registered)
         self._boot_id = registered.boot_id

@@ -12,7 +12,7 @@ update  = subscriber.fetch(manifest)             # actor, outside the pause
 report  = await engine.swap(update)              # between two decode steps
 """
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -334,31 +334,45 @@ class ObjectStore(Protocol):
         """The store below a prefix."""
 
 
+class RowSlice(NamedTuple):
+    """The position of a group's rows in the record batch of their write."""
+
+    batch: "pa.RecordBatch"
+    start: int
+    num_rows: int
+
+    def rows(self) -> "pa.RecordBatch":
+        """The rows, as a view of the batch."""
+        is_all = self.num_rows == self.batch.num_rows
+        return self.batch if is_all else self.batch.slice(self.start, self.num_rows)
+
+    def follows(self, other: "RowSlice") -> bool:
+        """Whether the rows directly follow the rows of `other` in the same batch."""
+        return self.batch is other.batch and self.start == other.start + other.num_rows
+
+
 class HubService(Protocol):
     """Handles the requests of peers; independent of the transport."""
 
     def handle(
         self, peer: str, request: "Request", rows: "pa.RecordBatch | None"
-    ) -> "Iterator[tuple[Answer, pa.RecordBatch | None]]":
-        """Answers in order. May block up to the request's wait_seconds; called from one thread per peer."""
+    ) -> "Iterator[tuple[Answer, RowSlice | None]]":
+        """Answers in order, with the rows of a group for each RowsHeader.
+
+        May block up to the request's wait_seconds; called from one thread per peer.
+        """
 
     def handle_groups(
         self, peer: str, groups: "Sequence[Group]", rows: "pa.RecordBatch"
     ) -> "Sequence[Answer | Exception]":
         """Handle the groups of one write with checked rows: for each group the answer or the error of `handle`."""
 
-    def connected(self, peer: str, credit_sink: "CreditSink") -> None:
-        """Called when a peer's exchange opens; `credit_sink` returns credit to the peer."""
+    def connected(self, peer: str, request_sync: Callable[[], None]) -> None:
+        """Called when a peer's exchange opens; `request_sync` sends SyncNow to the peer, and has no effect
+        after its end."""
 
     def disconnected(self, peer: str) -> None:
         """Called when a peer's exchange has ended, cleanly or not."""
-
-
-class CreditSink(Protocol):
-    """Returns credit to one actor; no effect after the actor has disconnected."""
-
-    def __call__(self, num_groups: int) -> None:
-        """Return credit for `num_groups`; 0 only requests that the actor syncs now."""
 
 
 class Subscriber(Protocol):

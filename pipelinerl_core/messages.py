@@ -4,7 +4,7 @@ Every message is idempotent: a client repeats a message until it is answered, an
 sent as Arrow record batches with the messages that name them. The `re` of an answer is the `id` of its request.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -65,6 +65,70 @@ class FateRecord(Message):
     num_tokens: Count
 
 
+class Counters(BaseModel):
+    """Counters of an actor epoch since its start, or values at the time of the message (now)."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    cpu_seconds: Number = 0.0
+    rss_bytes: Number = 0
+    """Now."""
+    reward_errors: Count = 0
+    unsent_groups: Count = 0
+    """Now."""
+    step_delay_seconds: Number = 0.0
+    """Pause after each decode step, now."""
+    paced_seconds: Number = 0.0
+    """Sum of these pauses over the running sequences."""
+    emulation_overrun_seconds: Number = 0.0
+    unreadable_version: StepOrNone = -1
+    """Weight version that the actor could not read, now; -1 for none."""
+    broadcast_group: Count = 0
+    """Number of the broadcast group that the actor has joined; 0 for none."""
+    environment_given_tokens: Count | None = None
+    """Of episodes: tokens that were not sampled; None without an environment."""
+    environment_replayed_tokens: Count | None = None
+    """Of episodes: sampled tokens of earlier plays that were used again."""
+    environment_dropped_tokens: Count | None = None
+    """Of episodes: tokens of earlier plays that were dropped."""
+    settled_tokens: Count = 0
+    """Set by the hub at a reservation: decided tokens of the actor epoch."""
+    swap_version: StepOrNone = -1
+    """Set by the hub at a reservation: newest version whose swap was reported."""
+
+
+class SwapRecord(BaseModel):
+    """One swap in one actor."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    actor: str
+    actor_epoch: Count
+    version: Step
+    at: Seconds
+    """Unix seconds."""
+    pause_seconds: Seconds
+    num_bytes: Count
+    num_running: Count
+    num_tokens: Count
+    """Tokens that the actor epoch had sampled at the time of the swap."""
+
+
+class ActorSample(BaseModel):
+    """State of an actor at its newest sync before a step was reserved."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    at: Seconds
+    engine_version: StepOrNone
+    running: Count
+    waiting: Count
+    concurrency: Count
+    num_tokens: Count
+    running_seconds: Number
+    counters: Counters = Counters()
+
+
 # ---- requests ----------------------------------------------------------------------------------------------------
 
 
@@ -110,10 +174,9 @@ class Sync(Message):
     """Tokens sampled since this actor epoch began."""
     running_seconds: Number
     """Integral of `running` since this actor epoch began, sequence-seconds."""
-    swaps: tuple[dict[str, Any], ...] = ()
-    """Swaps not yet acknowledged by the hub, each a SwapRecord."""
-    counters: dict[Name, Number] = Field(default_factory=dict, max_length=100)
-    """Free-form counters of the role, for example cpu_seconds, rss_bytes, reward_errors."""
+    swaps: tuple[SwapRecord, ...] = ()
+    """Swaps not yet acknowledged by the hub."""
+    counters: Counters = Counters()
 
 
 class Group(Message):
@@ -231,7 +294,7 @@ class SyncReply(Message):
     state: Literal["run", "pause", "drain"] = "run"
     sync_seconds: Seconds = 0.05
     credit: Count = 0
-    """How many groups the actor may send. Absolute, so that a lost Credit message has no lasting effect. The actor
+    """How many groups the actor may send. Absolute, so that a lost SyncNow has no lasting effect. The actor
     subtracts its unacknowledged groups."""
     ready_groups: Count = 0
     """Groups that wait for the trainer; input of the engine's pace."""
@@ -280,10 +343,10 @@ class Reserved(LedgerSnapshot, Message):
     """Number of groups whose rows follow directly."""
     fates: tuple[FateRecord, ...] = ()
     """Untrained fates since the last commit: the commit of this step records them."""
-    swaps: tuple[dict[str, Any], ...] = ()
-    """SwapRecord of every swap reported since the last commit."""
-    actors: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """"<actor>/<epoch>" -> ActorSample now."""
+    swaps: tuple[SwapRecord, ...] = ()
+    """Every swap reported since the last commit."""
+    actors: dict[str, ActorSample] = Field(default_factory=dict)
+    """"<actor>/<epoch>" -> its sample now."""
     reason: str = ""
     """Why the step is not ready, as text for a log line."""
     ready_groups: Count = 0
@@ -331,14 +394,11 @@ class Answers(Message):
     answers: tuple[Annotated[Ack | Refused, Field(discriminator="kind")], ...]
 
 
-class Credit(Message):
-    """Unsolicited request to sync now: `num_groups` groups of the actor have left the ready state.
+class SyncNow(Message):
+    """Unsolicited request to sync now: groups of the actor were taken and little credit is left, a version was
+    announced, or a pause begins or ends. The answer to the sync has the details."""
 
-    Also sent with 0 groups after a new version and at the start or end of a pause; details are in the answer to sync.
-    """
-
-    kind: Literal["credit"] = "credit"
-    num_groups: Count
+    kind: Literal["sync_now"] = "sync_now"
 
 
 class Goodbye(Message):
@@ -348,7 +408,7 @@ class Goodbye(Message):
 
 
 Answer = Annotated[
-    Registered | SyncReply | Ack | Reserved | RowsHeader | RowsBundle | Refused | Answers | Credit | Goodbye,
+    Registered | SyncReply | Ack | Reserved | RowsHeader | RowsBundle | Refused | Answers | SyncNow | Goodbye,
     Field(discriminator="kind"),
 ]
 

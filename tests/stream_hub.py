@@ -7,14 +7,14 @@ first line or the end of standard input.
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pyarrow as pa
 
 from pipelinerl_core.channel.server import HubServer
 from pipelinerl_core.data.checks import rows_of_groups
 from pipelinerl_core.errors import MissingObject
-from pipelinerl_core.interfaces import CreditSink
+from pipelinerl_core.interfaces import RowSlice
 from pipelinerl_core.messages import (
     Ack,
     Answer,
@@ -47,24 +47,25 @@ class QueueHub:
         self._steps: dict[int, tuple[GroupRef, ...]] = {}
         self._taken: set[GroupKey] = set()
         self._senders: dict[GroupKey, str] = {}
-        self._sinks: dict[str, CreditSink] = {}
+        self.sync_requests: dict[str, Callable[[], None]] = {}
+        """Peer -> sends SyncNow."""
         self._condition = threading.Condition()
 
-    def connected(self, peer: str, credit_sink: CreditSink) -> None:
-        """Store the sink through which credit returns to the peer."""
+    def connected(self, peer: str, request_sync: Callable[[], None]) -> None:
+        """Store the function that sends SyncNow."""
         with self._condition:
             self.connections.append(peer)
-            self._sinks[peer] = credit_sink
+            self.sync_requests[peer] = request_sync
 
     def disconnected(self, peer: str) -> None:
         with self._condition:
             self.disconnections.append(peer)
-            self._sinks.pop(peer, None)
+            self.sync_requests.pop(peer, None)
             self._condition.notify_all()
 
     def handle(
         self, peer: str, request: Request, rows: pa.RecordBatch | None
-    ) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
+    ) -> Iterator[tuple[Answer, RowSlice | None]]:
         """One answer per request; for Rows, one per group."""
         with self._condition:
             self.received.append(request)
@@ -110,7 +111,7 @@ class QueueHub:
             self._condition.notify_all()
         return "new"
 
-    def _reserve_rows(self, request: Reserve) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
+    def _reserve_rows(self, request: Reserve) -> Iterator[tuple[Answer, RowSlice | None]]:
         answer = self._reserve(request)
         groups = answer.groups if request.with_rows else ()
         yield answer.model_copy(update={"num_following": len(groups)}), None
@@ -128,7 +129,7 @@ class QueueHub:
                 self._steps[request.step] = tuple(self._refs[key] for key in keys)
             return Reserved(re=request.id, is_ready=True, groups=self._steps[request.step])
 
-    def _hand_out(self, request: Rows) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
+    def _hand_out(self, request: Rows) -> Iterator[tuple[Answer, RowSlice | None]]:
         for number, key in enumerate(request.groups):
             if key not in self.rows:
                 raise MissingObject(f"no rows of group {key}")
@@ -138,10 +139,10 @@ class QueueHub:
             with self._condition:
                 is_first = key not in self._taken
                 self._taken.add(key)
-                sink = self._sinks.get(self._senders[key])
-            if is_first and sink is not None:
-                sink(1)
-            yield header, self.rows[key]
+                request_sync = self.sync_requests.get(self._senders[key])
+            if is_first and request_sync is not None:
+                request_sync()
+            yield header, RowSlice(self.rows[key], 0, self.rows[key].num_rows)
 
 
 def main() -> None:

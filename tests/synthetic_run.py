@@ -13,16 +13,14 @@ import numpy as np
 from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.data.codec import encode_batch, to_segment
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.messages import FateRecord
+from pipelinerl_core.messages import ActorSample, FateRecord, SwapRecord
 from pipelinerl_core.run.records import (
     RUN_KEY,
-    ActorSample,
     Commit,
     EpochRecord,
     EvalRecord,
     Record,
     RunRecord,
-    SwapRecord,
     batch_key,
     commit_key,
     epoch_key,

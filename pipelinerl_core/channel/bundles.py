@@ -12,12 +12,13 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from pipelinerl_core.data.codec import row_bytes
+from pipelinerl_core.interfaces import RowSlice
 from pipelinerl_core.messages import Answer, Answers, RowsBundle, RowsHeader
 
 BUNDLE_BYTES = 1 << 20
 """Largest bundle of rows for the trainer. A larger group is sent alone, without a copy."""
-
-
+MIN_VIEW_BYTES = BUNDLE_BYTES // 4
+"""Adjacent rows of several groups with fewer bytes are copied into a bundle instead of being sent as a view."""
 GROUPS_BYTES = 1 << 20
 """Largest bundle of groups for the hub, which keeps the memory of a write as long as one of its groups is needed."""
 
@@ -29,37 +30,71 @@ class Received(NamedTuple):
     rows: pa.RecordBatch | None
 
 
+_Run = list[tuple[RowsHeader, RowSlice]]
+
+
 def bundled(
-    answers: Iterable[tuple[Answer, pa.RecordBatch | None]],
+    answers: Iterable[tuple[Answer, RowSlice | None]],
 ) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
-    """The same answers, with consecutive groups combined into bundles."""
-    waiting: list[tuple[RowsHeader, pa.RecordBatch]] = []
+    """The same answers in their order, with consecutive groups combined into bundles.
+
+    Groups whose rows are adjacent in one batch are sent as one view, without a copy, unless they are short: many
+    small writes cost more than a copy.
+    """
+    waiting: _Run = []
     num_bytes = 0
-    for answer, rows in answers:
-        if not isinstance(answer, RowsHeader) or rows is None:
+    for run in _runs(answers):
+        if not isinstance(run, list):
             yield from _joined(waiting)
             waiting, num_bytes = [], 0
-            yield answer, rows
+            yield run, None
             continue
-        size = row_bytes(rows)
-        if num_bytes + size > BUNDLE_BYTES:
+        if len(run) > 1 and row_bytes(_view(run)) >= MIN_VIEW_BYTES:
             yield from _joined(waiting)
             waiting, num_bytes = [], 0
-        waiting.append((answer, rows))
-        num_bytes += size
+            yield _bundle(run, _view(run))
+            continue
+        for header, rows in run:
+            size = row_bytes(rows.rows())
+            if num_bytes + size > BUNDLE_BYTES:
+                yield from _joined(waiting)
+                waiting, num_bytes = [], 0
+            waiting.append((header, rows))
+            num_bytes += size
     yield from _joined(waiting)
 
 
-def _joined(waiting: list[tuple[RowsHeader, pa.RecordBatch]]) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
-    if len(waiting) < 2:
-        yield from waiting
-        return
-    last = waiting[-1][0]
-    groups = tuple((header.group_id, header.attempt, rows.num_rows) for header, rows in waiting)
-    yield (
-        RowsBundle(re=last.re, groups=groups, remaining=last.remaining),
-        pa.concat_batches([rows for _, rows in waiting]),
-    )
+def _runs(answers: Iterable[tuple[Answer, RowSlice | None]]) -> Iterator[_Run | Answer]:
+    """Lists of groups whose rows are adjacent in one batch, and all other answers, in their order."""
+    run: _Run = []
+    for answer, rows in answers:
+        if run and not (rows is not None and rows.follows(run[-1][1])):
+            yield run
+            run = []
+        if isinstance(answer, RowsHeader) and rows is not None:
+            run.append((answer, rows))
+        else:
+            yield answer
+    if run:
+        yield run
+
+
+def _view(run: _Run) -> pa.RecordBatch:
+    first, last = run[0][1], run[-1][1]
+    return RowSlice(first.batch, first.start, last.start + last.num_rows - first.start).rows()
+
+
+def _joined(waiting: _Run) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
+    if len(waiting) == 1:
+        yield waiting[0][0], waiting[0][1].rows()
+    elif waiting:
+        yield _bundle(waiting, pa.concat_batches([rows.rows() for _, rows in waiting]))
+
+
+def _bundle(run: _Run, rows: pa.RecordBatch) -> tuple[RowsBundle, pa.RecordBatch]:
+    last = run[-1][0]
+    groups = tuple((header.group_id, header.attempt, part.num_rows) for header, part in run)
+    return RowsBundle(re=last.re, groups=groups, remaining=last.remaining), rows
 
 
 def unbundled(answer: Answer, rows: pa.RecordBatch | None) -> list[Received]:

@@ -22,7 +22,6 @@ from pipelinerl_core.errors import ConfigError, HubUnavailable, StreamError
 from pipelinerl_core.messages import (
     Answer,
     Bye,
-    Credit,
     Goodbye,
     Group,
     Introduction,
@@ -32,6 +31,7 @@ from pipelinerl_core.messages import (
     Reserved,
     Rows,
     RowsHeader,
+    SyncNow,
     encode,
 )
 
@@ -46,9 +46,9 @@ RowsAnswer = tuple[RowsHeader, pa.RecordBatch]
 class HubClient:
     """A client of the hub. The constructor connects: HubUnavailable without a hub, ConfigError with a wrong token.
 
-    on_credit: called on the reading thread with the number of groups in each Credit message.
-    faults: for tests; called with "send" or "receive" before each repeatable message, True drops the message. Credit
-    messages are not dropped: credit belongs to a connection, and a new registration grants new credit.
+    on_sync_now: called on the reading thread for each SyncNow message.
+    faults: for tests; called with "send" or "receive" before each repeatable message, True drops the message.
+    SyncNow is not dropped.
     certificate: PEM of the only certificate that is trusted for a grpc+tls:// hub.
     """
 
@@ -59,7 +59,7 @@ class HubClient:
         token: str,
         role: Literal["actor", "trainer"],
         name: str,
-        on_credit: Callable[[int], None] | None = None,
+        on_sync_now: Callable[[], None] | None = None,
         retry_seconds: float = 2.0,
         deadline_seconds: float = 120.0,
         faults: Callable[[str], bool] | None = None,
@@ -68,7 +68,7 @@ class HubClient:
         self._token = token
         self._certificate = certificate
         self._command = _introduction(role, name)
-        self._on_credit = on_credit
+        self._on_sync_now = on_sync_now
         self._retry_seconds = retry_seconds
         self._deadline_seconds = deadline_seconds
         self._faults = faults
@@ -180,7 +180,7 @@ class HubClient:
         return self._retry_seconds + (message.wait_seconds if isinstance(message, Reserve) else 0.0)
 
     def _open(self, url: str) -> "Connection":
-        return Connection(url, self._token, self._command, self._on_credit, self._faults, self._certificate)
+        return Connection(url, self._token, self._command, self._on_sync_now, self._faults, self._certificate)
 
 
 def _introduction(role: Literal["actor", "trainer"], name: str) -> bytes:
@@ -243,7 +243,7 @@ class _Exchange:
         """Add answers by request id, until every request has one or until the time `until`."""
         while len(answers) < len(self._numbers) and (parts := self.next(until)) is not None:
             for answer, _ in parts:
-                if not isinstance(answer, Credit | Goodbye):
+                if not isinstance(answer, SyncNow | Goodbye):
                     answers[answer.re] = answer
 
     def stream(self, patience_seconds: float, deadline: float) -> "list[RowsAnswer]":

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pipelinerl_core.channel.bundles import Frame, Received, frames_of_writes, merged, unbundled
 from pipelinerl_core.data.schema import ROLLOUT_SCHEMA, check_schema
 from pipelinerl_core.errors import ConfigError, HubUnavailable, SchemaMismatch
-from pipelinerl_core.messages import ANSWER, Answer, Credit, Goodbye
+from pipelinerl_core.messages import ANSWER, Answer, Goodbye, SyncNow
 
 CERTIFIED_NAME = "pipelinerl-hub"
 """The host name in every hub certificate, independent of the address: clients trust a certificate, not a name."""
@@ -48,7 +48,7 @@ class Connection:
         url: str,
         token: str,
         command: bytes,
-        on_credit: Callable[[int], None] | None,
+        on_sync_now: Callable[[], None] | None,
         faults: Callable[[str], bool] | None,
         certificate: str = "",
     ) -> None:
@@ -56,7 +56,7 @@ class Connection:
         self.lost: str | None = None
         self.waiting: dict[int, Mailbox] = {}
         self._lock = threading.Lock()
-        self._on_credit = on_credit
+        self._on_sync_now = on_sync_now
         self._faults = faults
         self._schema_received = threading.Event()
         self._is_unauthenticated = False
@@ -177,13 +177,13 @@ class Connection:
             _log.debug("close: %s", _reason_of(error))
 
     def _deliver(self, answer: Answer, rows: pa.RecordBatch | None) -> None:
-        if isinstance(answer, Credit):
-            if self._on_credit is not None:
-                self._on_credit(answer.num_groups)
+        if isinstance(answer, SyncNow):
+            if self._on_sync_now is not None:
+                self._on_sync_now()
             return
         parts: dict[Mailbox, list[Received]] = {}
         for part in unbundled(answer, rows):
-            if isinstance(part.answer, Credit | Goodbye) or (self._faults is not None and self._faults("receive")):
+            if isinstance(part.answer, SyncNow | Goodbye) or (self._faults is not None and self._faults("receive")):
                 continue
             mailbox = self.waiting.get(part.answer.re)
             if mailbox is not None:

@@ -22,17 +22,17 @@ from pipelinerl_core.channel.refusals import code_of
 from pipelinerl_core.data.checks import check_groups, check_row_count, rows_of_groups
 from pipelinerl_core.data.schema import conform
 from pipelinerl_core.errors import PipelineRLError, SchemaMismatch
-from pipelinerl_core.interfaces import HubService
+from pipelinerl_core.interfaces import HubService, RowSlice
 from pipelinerl_core.messages import (
     Answer,
     Answers,
-    Credit,
     Goodbye,
     Group,
     Groups,
     Introduction,
     Refused,
     Request,
+    SyncNow,
     encode,
 )
 from pipelinerl_core.types import GroupRef
@@ -66,7 +66,7 @@ class PeerConnection:
         self._lock = threading.Lock()
         self._is_closed = False
         self._num_faults = 0
-        self._unsolicited: list[Credit | Goodbye | None] = []  # None ends the thread
+        self._unsolicited: list[SyncNow | Goodbye | None] = []  # None ends the thread
         self._has_unsolicited = threading.Condition()
 
     def note_fault(self, error: PipelineRLError) -> None:
@@ -94,20 +94,17 @@ class PeerConnection:
             self._is_closed = True
         self._enqueue(None)
 
-    def return_credit(self, num_groups: int) -> None:
-        """Send Credit: the CreditSink of the peer."""
-        self._enqueue(Credit(num_groups=num_groups))
+    def request_sync(self) -> None:
+        """Send SyncNow."""
+        self._enqueue(SyncNow())
 
     def say_goodbye(self) -> None:
         """Send Goodbye: the hub is shutting down."""
         self._enqueue(Goodbye())
 
-    def _enqueue(self, message: Credit | Goodbye | None) -> None:
+    def _enqueue(self, message: SyncNow | Goodbye | None) -> None:
         with self._has_unsolicited:
-            before = self._unsolicited[-1] if self._unsolicited else None
-            if isinstance(before, Credit) and isinstance(message, Credit):  # not sent yet: add to it
-                self._unsolicited[-1] = Credit(num_groups=before.num_groups + message.num_groups)
-            else:
+            if self._unsolicited[-1:] != [message]:  # an equal message that is not sent yet suffices
                 self._unsolicited.append(message)
             self._has_unsolicited.notify()
 
@@ -145,7 +142,7 @@ class Dispatcher:
         if not self.is_open:  # the peer connected while Goodbye was sent to the others
             peer.say_goodbye()
         try:
-            self._service.connected(peer.name, peer.return_credit)
+            self._service.connected(peer.name, peer.request_sync)
         except BaseException:
             self.disconnect(peer)
             raise
@@ -229,7 +226,7 @@ class Dispatcher:
 
     def _answers_to(
         self, peer: PeerConnection, request: Request, rows: pa.RecordBatch | None
-    ) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
+    ) -> Iterator[tuple[Answer, RowSlice | None]]:
         """The answers of the service, or a refusal."""
         try:
             check_sender(peer.who, request)

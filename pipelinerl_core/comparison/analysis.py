@@ -178,8 +178,7 @@ def step_costs(commits: Mapping[int, Commit], seconds: Mapping[int, float]) -> d
     engines = None
     if first.actors and first.actors.keys() == end.actors.keys():
         engines = sum(
-            end.actors[key].counters.get("cpu_seconds", 0.0) - first.actors[key].counters.get("cpu_seconds", 0.0)
-            for key in end.actors
+            end.actors[key].counters.cpu_seconds - first.actors[key].counters.cpu_seconds for key in end.actors
         )
     trainer = None
     if first.epoch == end.epoch and "time/cpu_seconds" in first.metrics and "time/cpu_seconds" in end.metrics:

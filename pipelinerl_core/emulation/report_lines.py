@@ -34,7 +34,7 @@ def _decode_overrun(commits: Sequence[Commit]) -> float:
     newest: dict[str, float] = {}
     for commit in commits:
         for key, sample in commit.actors.items():
-            newest[key] = sample.counters.get("emulation_overrun_seconds", 0.0)
+            newest[key] = sample.counters.emulation_overrun_seconds
     return sum(newest.values())
 
 

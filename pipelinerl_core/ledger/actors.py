@@ -3,11 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from pipelinerl_core.ledger.groups import ActorKey
-from pipelinerl_core.messages import Sync
-from pipelinerl_core.run.records import ActorSample, SwapRecord
-
-SWAP_COUNTER = "swap_version"
-"""Counter of an ActorSample: newest version whose swap was reported, and recorded in this or an earlier commit."""
+from pipelinerl_core.messages import ActorSample, SwapRecord, Sync
 
 
 class ActorReports:
@@ -24,7 +20,7 @@ class ActorReports:
         for key, sample in actors.items():
             actor = ActorKey.parse(key)
             self.samples[actor] = sample
-            self._reported[actor] = self._committed[actor] = int(sample.counters.get(SWAP_COUNTER, -1))
+            self._reported[actor] = self._committed[actor] = sample.counters.swap_version
 
     def record_sync(self, actor: ActorKey, sync: Sync, now: float) -> list[SwapRecord]:
         """Store the sample and the swaps of a sync; returns the new swaps."""
@@ -38,7 +34,7 @@ class ActorReports:
             running_seconds=sync.running_seconds,
             counters=sync.counters,
         )
-        reported = sorted((SwapRecord.model_validate(swap) for swap in sync.swaps), key=lambda swap: swap.version)
+        reported = sorted(sync.swaps, key=lambda swap: swap.version)
         new = [swap for swap in reported if swap.version > self._reported.get(actor, -1)]
         if new:
             self._reported[actor] = new[-1].version

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from pipelinerl_core.messages import Reserved
-from pipelinerl_core.run.records import SwapRecord
+from pipelinerl_core.messages import Reserved, SwapRecord
 from pipelinerl_core.types import GroupRef, LengthTotals, PreviousHolder
 
 

@@ -9,17 +9,17 @@ from itertools import islice
 from pipelinerl_core.algo.staleness import deadline_step
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import Expelled, Fenced
-from pipelinerl_core.ledger.actors import SWAP_COUNTER, ActorReports
+from pipelinerl_core.ledger.actors import ActorReports
 from pipelinerl_core.ledger.groups import ActorKey, Arrival, Grant, GroupSummary, Reservation, SealedGroup, SyncResult
 from pipelinerl_core.ledger.pool import GroupPool
 from pipelinerl_core.ledger.retirement import Retirement
 from pipelinerl_core.ledger.schedules import Schedule, build_schedule
 from pipelinerl_core.ledger.segments import SegmentIndex
-from pipelinerl_core.ledger.tokens import DECIDED_COUNTER, RETIRED_ACTORS, UNKNOWN_ACTOR, TokenLedger
+from pipelinerl_core.ledger.tokens import RETIRED_ACTORS, UNKNOWN_ACTOR, TokenLedger
 from pipelinerl_core.ledger.view import LedgerView
 from pipelinerl_core.ledger.waits import Waits, empty_share
-from pipelinerl_core.messages import FateRecord, LeaseRef, Reserved, Sync
-from pipelinerl_core.run.records import ActorSample, Commit, SwapRecord
+from pipelinerl_core.messages import ActorSample, FateRecord, LeaseRef, Reserved, SwapRecord, Sync
+from pipelinerl_core.run.records import Commit
 from pipelinerl_core.types import GroupRef, PreviousHolder, WeightManifest
 
 # Actors find a restarted hub within 2 s. During the grace period their leases are not granted to other actors.
@@ -380,7 +380,7 @@ class Ledger(LedgerView):
             others = pool.train_reserved(reservation, groups)
             pool.return_groups(reservation, list(reservation.refs))
             pool.fates = [*reservation.answer.fates, *pool.fates]
-            self.actor_reports.commit_swaps(SwapRecord.model_validate(swap) for swap in reservation.answer.swaps)
+            self.actor_reports.commit_swaps(reservation.answer.swaps)
         for group_id, attempt in others:
             num_tokens = tokens_of.get((group_id, attempt), 0)
             pool.decide_by_commit(
@@ -411,7 +411,7 @@ class Ledger(LedgerView):
         """Undo a reservation: return its groups, fates and swaps."""
         self._pool.return_groups(reservation, list(reservation.refs))
         self._pool.fates = [*reservation.answer.fates, *self._pool.fates]
-        self.actor_reports.return_swaps([SwapRecord.model_validate(swap) for swap in reservation.answer.swaps])
+        self.actor_reports.return_swaps(reservation.answer.swaps)
 
     def _reserve(
         self, step: int, refs: list[GroupRef], summaries: dict[int, GroupSummary], *, is_answered: bool
@@ -429,7 +429,7 @@ class Ledger(LedgerView):
             summaries=summaries,
         )
         tokens = self._tokens_before(step)
-        actors = {str(actor): self._sample(actor, tokens).model_dump() for actor in self.actor_reports.samples}
+        actors = {str(actor): self._sample(actor, tokens) for actor in self.actor_reports.samples}
         fates: tuple[FateRecord, ...] = ()
         swaps: list[SwapRecord] = []
         if is_answered:
@@ -447,7 +447,7 @@ class Ledger(LedgerView):
             lengths=tokens.lengths.totals(),
             waits=self.waits.totals(),
             retired_tokens=tokens.retired_tokens(),
-            swaps=tuple(swap.model_dump() for swap in swaps),
+            swaps=tuple(swaps),
             actors=actors,
         )
         return reservation.answer
@@ -466,9 +466,8 @@ class Ledger(LedgerView):
     def _sample(self, actor: ActorKey, tokens: TokenLedger) -> ActorSample:
         """The sample of an actor for a commit, with the counters that a restarted hub needs."""
         sample = self.actor_reports.samples[actor]
-        counters = {
-            **sample.counters,
-            DECIDED_COUNTER: float(tokens.account(actor).decided),
-            SWAP_COUNTER: float(self.actor_reports.swap_version(actor)),
+        restored = {
+            "settled_tokens": tokens.account(actor).decided,
+            "swap_version": self.actor_reports.swap_version(actor),
         }
-        return sample.model_copy(update={"counters": counters})
+        return sample.model_copy(update={"counters": sample.counters.model_copy(update=restored)})

@@ -17,7 +17,7 @@ class ReadyGroups:
     def __init__(self) -> None:
         self._groups: dict[int, GroupSummary] = {}
         self._num_of: Counter[ActorKey] = Counter()
-        self._left: Counter[ActorKey] = Counter()
+        self._left: set[ActorKey] = set()
         self._step: int | None = None
         self._deadlines: dict[int, int] = {}  # of the groups that were checked for this step
         self._unchecked: dict[int, None] = {}  # other groups, in order of arrival
@@ -64,14 +64,14 @@ class ReadyGroups:
         self._num_of[actor] -= 1
         if not self._num_of[actor]:
             del self._num_of[actor]
-        self._left[actor] += 1
+        self._left.add(actor)
         self._unchecked.pop(group_id, None)
         self._deadlines.pop(group_id, None)
         return summary
 
-    def take_departures(self) -> "Counter[ActorKey]":
-        """Number of groups of each actor that were removed since the last call."""
-        left, self._left = self._left, Counter()
+    def take_departures(self) -> set[ActorKey]:
+        """The actors of groups that were removed since the last call."""
+        left, self._left = self._left, set()
         return left
 
     def take_stale(self, step: int, deadline: Callable[[GroupSummary], int | None]) -> list[GroupSummary]:

@@ -15,13 +15,11 @@ from types import MappingProxyType
 from pipelinerl_core.ledger.groups import ActorKey, GroupSummary
 from pipelinerl_core.ledger.lengths import LengthMeter
 from pipelinerl_core.ledger.order import split_lengths, split_trained
-from pipelinerl_core.run.records import ActorSample
+from pipelinerl_core.messages import ActorSample
 from pipelinerl_core.types import GroupRef, LengthTotals
 
 DECIDED = ("trained", "masked_stale", "dropped_stale", "filtered", "failed", "quarantined", "superseded")
 """The classes of decided tokens."""
-DECIDED_COUNTER = "settled_tokens"
-"""Counter of an ActorSample: decided tokens of this actor epoch."""
 UNKNOWN_ACTOR = ActorKey("", 0)
 """Account of tokens whose actor is unknown: groups decided before this hub whose rows have not arrived."""
 RETIRED_ACTORS = ActorKey("", 1)
@@ -73,7 +71,7 @@ class TokenLedger:
                 reported=retired_tokens["generated"], decided=retired_tokens["decided"], is_gone=True
             )
         for key, sample in actors.items():
-            decided = int(sample.counters.get(DECIDED_COUNTER, 0))
+            decided = sample.counters.settled_tokens
             ledger.accounts[ActorKey.parse(key)] = Account(reported=sample.num_tokens, decided=decided)
         for name in DECIDED[:-1]:
             ledger.decided[name] = tokens.get(name, 0)

@@ -1,7 +1,5 @@
 """The queries of the ledger: counts, states of groups, and decisions of the schedule."""
 
-from collections import Counter
-
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.ledger.groups import ActorKey
 from pipelinerl_core.ledger.pool import GroupPool
@@ -87,8 +85,8 @@ class LedgerView:
     def num_ready_of(self, actor: ActorKey) -> int:
         return self._pool.ready.num_of(actor)
 
-    def take_departures(self) -> Counter[ActorKey]:
-        """Number of groups of each actor that left the ready state since the last call."""
+    def take_departures(self) -> set[ActorKey]:
+        """The actors of groups that left the ready state since the last call."""
         return self._pool.ready.take_departures()
 
     def num_leased_by(self, actor: ActorKey) -> int:

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from pipelinerl_core.emulation.report_lines import emulation
 from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.messages import SwapRecord
 from pipelinerl_core.models.recipes import TINY_PREFIX
 from pipelinerl_core.report import utilization
 from pipelinerl_core.report.actor_alarms import alarm_text
@@ -27,7 +28,7 @@ from pipelinerl_core.report.equal_rewards import NEXT_STEP, TINY_STEP, compariso
 from pipelinerl_core.report.facts import RunFacts, StepFacts, collect
 from pipelinerl_core.report.parts import parts_report
 from pipelinerl_core.report.predicted import predicted
-from pipelinerl_core.run.records import WEIGHTS_TABLE_KEY, Commit, EvalRecord, RunRecord, SwapRecord
+from pipelinerl_core.run.records import WEIGHTS_TABLE_KEY, Commit, EvalRecord, RunRecord
 from pipelinerl_core.telemetry import measures
 from pipelinerl_core.telemetry.length_bias import length_report
 from pipelinerl_core.telemetry.parts import untrained_parts

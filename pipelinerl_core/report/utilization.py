@@ -9,7 +9,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipelinerl_core.run.records import ActorSample, Commit
+from pipelinerl_core.messages import ActorSample
+from pipelinerl_core.run.records import Commit
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +115,9 @@ def actor_use(commits: Sequence[Commit]) -> ActorUse | None:
 def pause_seconds(before: ActorSample, after: ActorSample) -> float:
     """Mean pause after a decode step, with which an actor kept the trainer's pace between two samples."""
     num_tokens = after.num_tokens - before.num_tokens
-    if "paced_seconds" in before.counters and num_tokens > 0:
-        return (after.counters["paced_seconds"] - before.counters["paced_seconds"]) / num_tokens
-    return after.counters.get("step_delay_seconds", 0.0)  # runs of earlier releases: the newest pause
+    if num_tokens <= 0:
+        return after.counters.step_delay_seconds
+    return (after.counters.paced_seconds - before.counters.paced_seconds) / num_tokens
 
 
 def wait_shares(commits: Sequence[Commit]) -> dict[str, float] | None:

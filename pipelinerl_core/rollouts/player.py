@@ -58,7 +58,7 @@ Sample = Callable[[int, str, Sampler, Progress], Awaitable[Sampled]]
 
 @dataclass(slots=True)
 class EpisodeCounts:
-    """Tokens of all episodes of one player; zeros for rollouts of one turn."""
+    """Tokens of all episodes of one player."""
 
     given: int = 0
     """Tokens in completions that were not sampled."""
@@ -77,8 +77,8 @@ class Player(Protocol):
         ...
 
     @property
-    def counts(self) -> EpisodeCounts:
-        """Tokens of all episodes so far."""
+    def counts(self) -> EpisodeCounts | None:
+        """Tokens of all episodes so far; None for rollouts of one turn."""
         ...
 
     def begin(self, prompt: Prompt, size: int) -> Sample:
@@ -91,7 +91,7 @@ class SingleTurns:
 
     def __init__(self, engine: Engine, scorer: Scorer, codec: TextCodec, config: RunConfig) -> None:
         self.config = config
-        self.counts = EpisodeCounts()
+        self.counts = None
         self._engine = engine
         self._scorer = scorer
         self._codec = codec

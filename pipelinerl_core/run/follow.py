@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipelinerl_core.interfaces import ObjectStore, Tracker
+from pipelinerl_core.messages import ActorSample, Counters
 from pipelinerl_core.run.commits import Commits, CommitSteps
 from pipelinerl_core.run.compacted import list_commits
 from pipelinerl_core.run.history import counting
 from pipelinerl_core.run.reading import list_keys, read_record
-from pipelinerl_core.run.records import EVALS_PREFIX, RUN_KEY, ActorSample, Commit, EpochRecord, EvalRecord, RunRecord
+from pipelinerl_core.run.records import EVALS_PREFIX, RUN_KEY, Commit, EpochRecord, EvalRecord, RunRecord
 from pipelinerl_core.telemetry.length_bias import length_metrics
 from pipelinerl_core.telemetry.metrics import finite
 from pipelinerl_core.types import LoggedStep
@@ -190,15 +191,14 @@ def wait_metrics(now: Mapping[str, float], before: Mapping[str, float]) -> dict[
 
 def replay_metrics(before: Mapping[str, ActorSample], now: Mapping[str, ActorSample]) -> dict[str, float]:
     """Tokens of earlier plays of episodes that were used again or dropped between two reservations, all actors."""
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for name, sample in now.items():
+        earlier = before[name].counters if name in before else Counters()
         for kind in ("replayed", "dropped"):
-            counter = f"environment_{kind}_tokens"
-            if counter in sample.counters:
-                earlier = before[name].counters.get(counter, 0.0) if name in before else 0.0
-                key = f"environment/{kind}_tokens"
-                found[key] = found.get(key, 0.0) + sample.counters[counter] - earlier
-    return found
+            counter, key = f"environment_{kind}_tokens", f"environment/{kind}_tokens"
+            if (total := getattr(sample.counters, counter)) is not None:
+                sums[key] = sums.get(key, 0.0) + total - (getattr(earlier, counter) or 0)
+    return sums
 
 
 def actor_speed(before: Mapping[str, ActorSample], now: Mapping[str, ActorSample]) -> dict[str, float]:

@@ -33,7 +33,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pipelinerl_core.messages import FateRecord, LedgerSnapshot
+from pipelinerl_core.messages import ActorSample, FateRecord, LedgerSnapshot, SwapRecord
 from pipelinerl_core.ranges import Count, Finite, Number, Seconds, Step, StepOrNone
 from pipelinerl_core.types import FileEntry, WeightManifest
 
@@ -248,21 +248,6 @@ class EpochRecord(Record):
     """Trainer: `run.processor.processor` of its host."""
 
 
-class SwapRecord(Record):
-    """One swap in one actor."""
-
-    actor: str
-    actor_epoch: Count
-    version: Step
-    at: Seconds
-    """Unix seconds."""
-    pause_seconds: Seconds
-    num_bytes: Count
-    num_running: Count
-    num_tokens: Count
-    """Tokens that the actor epoch had sampled at the time of the swap."""
-
-
 class RoleRecord(Record):
     """roles/<role>-<name>.json: a process of the run, which rewrites its record while it runs."""
 
@@ -344,19 +329,6 @@ class ControlRecord(Record):
     """Unix seconds."""
     by: str = ""
     """Origin of the request."""
-
-
-class ActorSample(Record):
-    """Counters of an actor when a step was reserved."""
-
-    at: Seconds
-    engine_version: StepOrNone
-    running: Count
-    waiting: Count
-    concurrency: Count
-    num_tokens: Count
-    running_seconds: Number
-    counters: dict[str, Number] = Field(default_factory=dict)
 
 
 class RescoredActor(Record):

@@ -30,8 +30,6 @@ from pipelinerl_core.run.records import broadcast_key
 
 logger = logging.getLogger(__name__)
 
-GROUP_COUNTER = "broadcast_group"
-"""Counter of an actor's sync: the broadcast group that the actor has joined."""
 
 # More groups in one trainer epoch would give two epochs the same group numbers.
 _GROUPS_PER_EPOCH = 1_000_000

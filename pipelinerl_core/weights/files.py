@@ -18,9 +18,6 @@ from pipelinerl_core.errors import ChecksumMismatch
 from pipelinerl_core.run.records import ADAPTERS_FILE, WEIGHTS_FILE
 from pipelinerl_core.types import FileEntry, WeightManifest
 
-UNREADABLE_COUNTER = "unreadable_version"
-"""Counter in an actor's syncs: the announced version that the actor could not read, -1 for none."""
-
 # One key of the header holds the whole note: the order of several keys in the file is not defined.
 _NOTE_KEY = "pipelinerl.adapters"
 

@@ -32,7 +32,7 @@ def test_reasoning_gym_prompts_are_deterministic_and_disjoint_from_the_held_out(
 
 def test_reasoning_gym_prompts_are_those_of_another_process():
     code = (
-        "from pipelinerl_core.config import build_config\n"
+        "from pipelinerl_core.models.resolve import build_config\n"
         "from pipelinerl_core.prompts import build_source\n"
         "source = build_source(build_config({'prompts': {'kind': 'reasoning_gym', 'tasks': ['chain_sum']}}))\n"
         "import json; print(json.dumps([source.prompt(index).text for index in (0, 1, 1234)]))\n"

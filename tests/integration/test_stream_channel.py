@@ -93,18 +93,18 @@ def test_rows_arrive_at_the_trainer_as_the_actor_sent_them(channel):
         assert (found.rollout_index, found.reward) == (sent.rollout_index, sent.reward)
 
 
-def test_credit_returns_once_per_group_when_the_trainer_takes_it(channel):
-    credit = []
-    actor, trainer = channel.client(on_credit=credit.append), channel.client("trainer", "trainer-0")
+def test_an_actor_is_asked_to_sync_once_per_group_that_the_trainer_takes(channel):
+    asked = []
+    actor, trainer = channel.client(on_sync_now=lambda: asked.append(1)), channel.client("trainer", "trainer-0")
     send_group(actor, 0)
     assert send_group(actor, 0).note == "known"
     actor.request(SYNC)
-    assert credit == []
+    assert asked == []
     step_rows(trainer, 1)
     step_rows(trainer, 1)
-    wait_for(lambda: credit, "the credit")
+    wait_for(lambda: asked, "the request to sync")
     actor.request(SYNC)
-    assert credit == [1]
+    assert asked == [1]
 
 
 def test_requests_of_many_threads_get_their_own_answers(channel):
@@ -134,8 +134,8 @@ def test_losing_every_third_message_both_ways_changes_nothing(channel):
             lost.append(direction)
         return is_lost
 
-    credit = []
-    actor = channel.client(on_credit=credit.append, retry_seconds=0.05, faults=faults)
+    asked = []
+    actor = channel.client(on_sync_now=lambda: asked.append(1), retry_seconds=0.05, faults=faults)
     trainer = channel.client("trainer", "trainer-0", retry_seconds=0.05, faults=faults)
     for group_id in range(6):
         send_group(actor, group_id)
@@ -144,8 +144,8 @@ def test_losing_every_third_message_both_ways_changes_nothing(channel):
     everything = Rows(step=1, groups=tuple((group_id, 0) for group_id in range(6)))
     assert [header.group_id for header, _ in trainer.request_rows(everything)] == list(range(6))
     actor.request(SYNC)
-    wait_for(lambda: sum(credit) >= 6, "all credit")
-    assert sum(credit) == 6
+    wait_for(lambda: asked, "a request to sync, which several groups may share")
+    assert len(asked) <= 6
     assert {"send", "receive"} == set(lost)
 
 
@@ -413,14 +413,14 @@ def test_a_service_that_fails_at_one_disconnection_ends_no_other_connection(chan
     assert send_group(channel.client(name="next"), 0).note == "new"
 
 
-def test_credit_for_a_peer_that_has_gone_does_nothing(channel):
-    sinks = []
+def test_a_request_to_sync_for_a_peer_that_has_gone_does_nothing(channel):
+    requests = []
     connected = channel.service.connected
-    channel.service.connected = lambda peer, sink: (sinks.append(sink), connected(peer, sink))[1]
+    channel.service.connected = lambda peer, request: (requests.append(request), connected(peer, request))[1]
     channel.client().close()
     assert channel.service.wait_for(disconnections=1, seconds=5)
     for _ in range(100):
-        sinks[0](1)
+        requests[0]()
     assert send_group(channel.client(name="next"), 0).note == "new"
 
 
@@ -455,14 +455,14 @@ def test_nothing_is_sent_on_a_new_connection_before_the_registration(channel, tm
     assert (kinds[0], kinds[-2:]) == ("register", ["sync", "bye"])
 
 
-def test_a_failing_credit_callback_loses_the_connection_loudly(channel):
-    def fail(num_groups):
+def test_a_failing_callback_of_sync_now_loses_the_connection_loudly(channel):
+    def fail():
         raise ValueError("no")
 
-    actor, trainer = channel.client(on_credit=fail), channel.client("trainer", "trainer-0")
+    actor, trainer = channel.client(on_sync_now=fail), channel.client("trainer", "trainer-0")
     send_group(actor, 0)
     step_rows(trainer, 1)
-    wait_for(lambda: not actor.is_connected, "the credit")
+    wait_for(lambda: not actor.is_connected, "the request to sync")
     with pytest.raises(HubUnavailable, match="reading thread failed: ValueError"):
         actor.request(SYNC)
 
@@ -600,11 +600,11 @@ def test_a_peer_that_does_not_read_blocks_no_sender(channel):
     client, writer, reader = raw_exchange(channel.url)
     wait_for(lambda: channel.service.connections, "the exchange")
     [peer] = channel.service.connections
-    nudge = channel.service._sinks[peer]
-    nudges = threading.Thread(target=lambda: [nudge(1) for _ in range(1_000_000)], daemon=True)
-    nudges.start()
-    nudges.join(60.0)
-    is_held_up = nudges.is_alive()
+    request_sync = channel.service.sync_requests[peer]
+    requests = threading.Thread(target=lambda: [request_sync() for _ in range(1_000_000)], daemon=True)
+    requests.start()
+    requests.join(60.0)
+    is_held_up = requests.is_alive()
     if not is_held_up:
         assert channel.client().request(SYNC).kind == "sync_reply"
         channel.server._dispatcher.say_goodbye()

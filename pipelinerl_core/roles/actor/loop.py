@@ -41,7 +41,18 @@ from pipelinerl_core.errors import (
     SwapError,
 )
 from pipelinerl_core.interfaces import Engine, ObjectStore, Subscriber
-from pipelinerl_core.messages import Answer, Group, Lease, LeaseRef, Refused, Register, Sync, SyncReply
+from pipelinerl_core.messages import (
+    Answer,
+    Counters,
+    Group,
+    Lease,
+    LeaseRef,
+    Refused,
+    Register,
+    SwapRecord,
+    Sync,
+    SyncReply,
+)
 from pipelinerl_core.roles.actor.broadcast_subscriber import BroadcastSubscriber
 from pipelinerl_core.roles.actor.evaluating import ActorEvaluation
 from pipelinerl_core.roles.actor.finished_group import FinishedGroup, finished_group
@@ -54,10 +65,7 @@ from pipelinerl_core.rollouts.error_budget import ErrorBudgets
 from pipelinerl_core.rollouts.pace import Pacer
 from pipelinerl_core.rollouts.player import Player
 from pipelinerl_core.rollouts.runner import GroupRunner
-from pipelinerl_core.run.records import SwapRecord
 from pipelinerl_core.types import WeightManifest
-from pipelinerl_core.weights.broadcast import GROUP_COUNTER
-from pipelinerl_core.weights.files import UNREADABLE_COUNTER
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +111,7 @@ class Actor:
         self._subscriber = parts.subscriber
         self._broadcasts = parts.broadcasts
         self._evaluation = parts.evaluation
-        self._players = list(parts.players.values())
+        self._episode_counts = [player.counts for player in parts.players.values() if player.counts is not None]
         self._runner = GroupRunner(parts.players, actor=name)
         self._log = GroupLog(
             config, parts.store, parts.engine, self._runner, actor=name, epoch=epoch,
@@ -142,7 +150,7 @@ class Actor:
     async def run(self, stop: threading.Event) -> None:
         """Run until drained or stopped. The log then holds the unfinished groups, for another actor to continue."""
         loop = asyncio.get_running_loop()
-        self._link.on_nudge = lambda: _call_soon(loop, self._sync_now.set)
+        self._link.on_sync_now = lambda: _call_soon(loop, self._sync_now.set)
         self._link.is_cancelled = stop.is_set
         try:
             if not await self._connect(stop):
@@ -252,33 +260,33 @@ class Actor:
             leases=tuple(self._leases),
             num_tokens=self._num_tokens(),
             running_seconds=stats.running_seconds,
-            swaps=tuple(swap.model_dump() for swap in self._swaps),
-            counters={
-                "cpu_seconds": time.process_time(),
-                "rss_bytes": float(memory.rss),
-                "reward_errors": float(self._errors.num_errors),
-                "unsent_groups": float(self._unsent.qsize()),
-                "step_delay_seconds": self._pacer.delay_seconds,
-                "paced_seconds": self._paced_seconds,
-                "emulation_overrun_seconds": stats.overrun_seconds,
-                UNREADABLE_COUNTER: float(self._unreadable),
+            swaps=tuple(self._swaps),
+            counters=Counters(
+                cpu_seconds=time.process_time(),
+                rss_bytes=memory.rss,
+                reward_errors=self._errors.num_errors,
+                unsent_groups=self._unsent.qsize(),
+                step_delay_seconds=self._pacer.delay_seconds,
+                paced_seconds=self._paced_seconds,
+                emulation_overrun_seconds=stats.overrun_seconds,
+                unreadable_version=self._unreadable,
+                broadcast_group=0 if self._broadcasts is None else self._broadcasts.group,
                 **self._episode_counters(),
-                **({} if self._broadcasts is None else {GROUP_COUNTER: float(self._broadcasts.group)}),
-            },
+            ),
         )
 
     def _num_tokens(self) -> int:
         """Tokens of completions so far: sampled, and given by environments."""
-        return self._engine.stats().num_tokens + sum(player.counts.given for player in self._players)
+        return self._engine.stats().num_tokens + sum(counts.given for counts in self._episode_counts)
 
-    def _episode_counters(self) -> dict[str, float]:
+    def _episode_counters(self) -> dict[str, int]:
         totals: Counter[str] = Counter()
-        for player in self._players:
-            totals.update(asdict(player.counts))
-        return {f"environment_{name}_tokens": float(number) for name, number in totals.items()}
+        for counts in self._episode_counts:
+            totals.update(asdict(counts))
+        return {f"environment_{name}_tokens": number for name, number in totals.items()}
 
     async def _next_sync(self) -> None:
-        """Wait for the sync interval, or less if slots are about to run empty or the hub has sent a nudge."""
+        """Wait for the sync interval, or less if slots are about to run empty or the hub has sent SyncNow."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._sync_now.wait(), timeout=self._sync_seconds)
 

@@ -5,11 +5,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from pipelinerl_core.interfaces import Engine
-from pipelinerl_core.messages import Answer, Lease, Refused, SyncReply
+from pipelinerl_core.messages import Answer, Lease, Refused, SwapRecord, SyncReply
 from pipelinerl_core.roles.runtime.inference import HEARTBEAT_SECONDS, heartbeats
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.roles.runtime.tracing import ActorTraces
-from pipelinerl_core.run.records import SwapRecord
 from pipelinerl_core.types import GroupRef, Outcome, Rollout, SwapReport, WeightManifest
 
 SILENCE_SECONDS = 10.0

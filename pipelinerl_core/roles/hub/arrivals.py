@@ -1,7 +1,6 @@
 """Accepts or refuses the finished groups of one Flight write: one ledger update, one answer per group."""
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
 
 import pyarrow as pa
@@ -10,9 +9,9 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import MissingObject, PipelineRLError, StaleLease
 from pipelinerl_core.ledger import ActorKey, Arrival, GroupSummary
 from pipelinerl_core.messages import Ack, Answer, Group
-from pipelinerl_core.roles.hub.recovery import check_versions, summarize
 from pipelinerl_core.roles.hub.rows import WrittenGroup
 from pipelinerl_core.roles.hub.state import HubState
+from pipelinerl_core.roles.hub.summaries import check_versions, summarize
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +44,8 @@ class Arrivals:
             has_to_pause = self._must_pause() and not was_paused
             self._keep(groups, answers, rows)
             self._state.wake_trainer()
-        idle = sum(not isinstance(answer, Ack) or answer.note != Arrival.READY for answer in answers)
-        if idle:
-            self._state.return_credit(Counter({actor: idle}))
+        if any(not isinstance(answer, Ack) or answer.note != Arrival.READY for answer in answers):
+            self._state.return_credit([actor])
         if has_to_pause:
             self._state.request_sync()
         return answers

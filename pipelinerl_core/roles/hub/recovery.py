@@ -1,33 +1,24 @@
-"""Reads the state of a run from the object store when the hub starts; summarizes rows for the ledger."""
+"""Reads the state of a run from the object store when the hub starts."""
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
 import pyarrow as pa
 
-from pipelinerl_core.data.codec import flat_structs
 from pipelinerl_core.data.partials import PartialReader
-from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.data.segments import SegmentReader
 from pipelinerl_core.errors import MissingObject, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.ledger import ActorKey, GroupSummary, SealedGroup
+from pipelinerl_core.ledger import ActorKey, SealedGroup
+from pipelinerl_core.roles.hub.summaries import check_versions, summarize
 from pipelinerl_core.run.commits import read_all_commits
 from pipelinerl_core.run.reading import list_keys
 from pipelinerl_core.run.records import RETIRED_PREFIX, Commit, parse_retired_key, rollout_key
-from pipelinerl_core.types import GroupKey, GroupRef, LengthTotals, PreviousHolder, WeightManifest
+from pipelinerl_core.types import GroupKey, PreviousHolder, WeightManifest
 
 logger = logging.getLogger(__name__)
-
-# Access by column index is faster than by name, and runs for every group.
-_COMPLETION_AT, _SPANS_AT, _REWARD_AT, _TURN_REWARDS_AT = map(
-    ROLLOUT_SCHEMA.get_field_index, ("completion_token_ids", "weight_spans", "reward", "turn_rewards")
-)
-_UNSCORED = -1
-"""Key in place of the weight version for tokens of rollouts with outcome error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,67 +67,3 @@ def read_stored_state(store: ObjectStore, max_row_bytes: float = math.inf) -> St
         except SchemaMismatch as error:
             logger.error("segment left out, its groups are generated again: %s", error)
     return past
-
-
-def check_versions(summary: GroupSummary, manifest: WeightManifest | None) -> None:
-    """Raises SchemaMismatch for tokens of a version newer than `manifest`, the newest announced version.
-
-    Before the first announcement actors sample with the initial weights, version 0.
-    """
-    newest = manifest.version if manifest is not None else 0
-    found = max(summary.tokens_by_version, default=0)
-    if found > newest:
-        raise SchemaMismatch(
-            f"group {summary.ref.group_id} of {summary.actor} has tokens of weight version {found}, "
-            f"but the newest announced version is {newest}"
-        )
-
-
-def summarize(refs: Sequence[GroupRef], batch: pa.RecordBatch) -> list[GroupSummary]:
-    """One summary per group.
-
-    batch: checked rows (data/checks.py) of all groups, in the order of `refs`.
-    """
-    lengths = np.diff(batch.column(_COMPLETION_AT).offsets.to_numpy()).tolist()
-    offsets, fields = flat_structs(batch.column(_SPANS_AT))
-    bounds, (versions, starts, ends) = offsets.tolist(), (field.tolist() for field in fields)
-    rewards = batch.column(_REWARD_AT).to_pylist()  # null exactly with outcome error
-    turn_rewards = batch.column(_TURN_REWARDS_AT)
-    found, first = [], 0
-    for ref in refs:
-        rows = range(first, first + ref.num_rollouts)
-        first = rows.stop
-        by_version: dict[int, list[int]] = {}  # version -> the four fields of LengthTotals
-        for row in rows:
-            for span in range(bounds[row], bounds[row + 1]):
-                version = _UNSCORED if rewards[row] is None else versions[span]
-                _count(by_version.setdefault(version, [0, 0, 0, 0]), starts[span], ends[span], lengths[row])
-        totals = {version: _as_totals(by_version[version]) for version in sorted(by_version)}
-        unscored = totals.pop(_UNSCORED, LengthTotals())
-        summary = GroupSummary(
-            ref=ref,
-            rewards=tuple([reward for reward in rewards[rows.start : rows.stop] if reward is not None]),
-            has_turn_rewards=turn_rewards.slice(rows.start, len(rows)).null_count < len(rows),
-            tokens_by_version={version: total.num_tokens for version, total in totals.items()},
-            lengths_by_version=totals,
-            lengths_unscored=unscored,
-        )
-        found.append(summary)
-    return found
-
-
-def _count(sums: list[int], start: int, end: int, length: int) -> None:
-    """Add the tokens [start, end) of a completion to the four fields of LengthTotals."""
-    third = (length + 1) // 3
-    num_tokens = end - start
-    sums[0] += num_tokens
-    if start < third:
-        sums[1] += (end if end < third else third) - start
-    if end > length - third:
-        sums[2] += end - (start if start > length - third else length - third)
-    sums[3] += num_tokens * length
-
-
-def _as_totals(sums: list[int]) -> LengthTotals:
-    num_tokens, first_third, last_third, length_sum = sums
-    return LengthTotals(num_tokens=num_tokens, first_third=first_third, last_third=last_third, length_sum=length_sum)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
+from pipelinerl_core.interfaces import RowSlice
 from pipelinerl_core.types import GroupKey
 
 GROUP_BYTES = 32 << 10
@@ -32,23 +33,6 @@ class _Write:
     address: int
     num_bytes: int
     num_groups: int = 0
-
-
-class RowSlice(NamedTuple):
-    """The position of a group's rows in the record batch of their write."""
-
-    batch: pa.RecordBatch
-    start: int
-    num_rows: int
-
-    def rows(self) -> pa.RecordBatch:
-        """The rows, as a view of the batch."""
-        is_all = self.num_rows == self.batch.num_rows
-        return self.batch if is_all else self.batch.slice(self.start, self.num_rows)
-
-    def follows(self, other: "RowSlice") -> bool:
-        """Whether the rows directly follow the rows of `other` in the same batch."""
-        return self.batch is other.batch and self.start == other.start + other.num_rows
 
 
 class WrittenGroup(NamedTuple):

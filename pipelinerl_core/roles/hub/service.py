@@ -12,14 +12,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import pyarrow as pa
-from pydantic import ValidationError
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import SchemaMismatch, WrongPeer
-from pipelinerl_core.interfaces import CreditSink, ObjectStore, PromptSource
+from pipelinerl_core.errors import WrongPeer
+from pipelinerl_core.interfaces import ObjectStore, PromptSource, RowSlice
 from pipelinerl_core.ledger import ActorKey, Grant, Ledger
 from pipelinerl_core.messages import (
     Ack,
@@ -34,15 +32,14 @@ from pipelinerl_core.messages import (
     Reserve,
     Rows,
     Sealed,
+    SwapRecord,
     Sync,
     SyncReply,
 )
-from pipelinerl_core.ranges import first_error
 from pipelinerl_core.roles.hub.arrivals import Arrivals
 from pipelinerl_core.roles.hub.rows import RowMemory
 from pipelinerl_core.roles.hub.state import MIN_CREDIT, HubState, PeerState
 from pipelinerl_core.roles.hub.trainer_side import TrainerRequests
-from pipelinerl_core.run.records import SwapRecord
 from pipelinerl_core.types import GroupKey
 
 logger = logging.getLogger(__name__)
@@ -157,10 +154,10 @@ class Hub:
 
     # ---- HubService ------------------------------------------------------------------------------------------
 
-    def connected(self, peer: str, credit_sink: CreditSink) -> None:
+    def connected(self, peer: str, request_sync: Callable[[], None]) -> None:
         """Add a peer whose exchange has opened; the peer registers next."""
         with self._changed:
-            self._state.peers[peer] = PeerState(credit_sink)
+            self._state.peers[peer] = PeerState(request_sync)
 
     def disconnected(self, peer: str) -> None:
         """Remove a peer whose exchange has ended. Its leases stay until they expire: the peer may reconnect."""
@@ -170,7 +167,7 @@ class Hub:
 
     def handle(
         self, peer: str, request: Request, rows: pa.RecordBatch | None
-    ) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
+    ) -> Iterator[tuple[Answer, RowSlice | None]]:
         """The answers to one request, in order."""
         if isinstance(request, Rows):
             yield from self._trainer.send_rows(request)
@@ -315,13 +312,9 @@ def _default_group_bytes(config: RunConfig) -> int:
     return config.rollouts.group_size * (config.rollouts.max_tokens * 33 // 4 + _ROW_BYTES)
 
 
-def _check_swaps(actor: ActorKey, swaps: Iterable[dict[str, Any]]) -> None:
-    """Raises SchemaMismatch for an invalid SwapRecord, and WrongPeer for the record of another actor epoch."""
+def _check_swaps(actor: ActorKey, swaps: Iterable[SwapRecord]) -> None:
+    """Raises WrongPeer for a swap of another actor epoch."""
     for swap in swaps:
-        try:
-            record = SwapRecord.model_validate(swap)
-        except ValidationError as error:
-            raise SchemaMismatch(f"{actor} reports an invalid swap: {first_error(error)}") from None
-        named = ActorKey(record.actor, record.actor_epoch)
+        named = ActorKey(swap.actor, swap.actor_epoch)
         if named != actor:
             raise WrongPeer(f"{actor} reports a swap of {named}: an actor may only report its own swaps")

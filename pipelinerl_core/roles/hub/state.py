@@ -3,14 +3,12 @@
 import math
 import random
 import threading
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import pyarrow as pa
 
 from pipelinerl_core.errors import ConfigError, SchemaMismatch, WrongPeer
-from pipelinerl_core.interfaces import CreditSink
 from pipelinerl_core.ledger import ActorKey, Ledger
 from pipelinerl_core.messages import Refused
 from pipelinerl_core.roles.hub.rows import RowMemory
@@ -27,7 +25,8 @@ MIN_CREDIT = 8
 class PeerState:
     """A connected peer."""
 
-    credit: CreditSink
+    request_sync: Callable[[], None]
+    """Sends SyncNow; no effect after the peer has disconnected."""
     actor: ActorKey | None = None
     """The actor epoch; None for a trainer, or before the registration."""
     tokens: Mapping[str, str] = field(default_factory=dict)
@@ -127,20 +126,20 @@ class HubState:
             peer.granted -= 1
             self.granted -= 1
 
-    def return_credit(self, groups: "Counter[ActorKey]") -> None:
-        """Ask actors with little credit to sync again. The caller must not hold the lock: peers are written to."""
+    def return_credit(self, actors: Collection[ActorKey]) -> None:
+        """Ask those of the actors that have little credit to sync now. The caller must not hold the lock."""
         with self.changed:
-            short = [(peer.credit, actor) for peer, actor in self._live_actors() if peer.granted < MIN_CREDIT]
-        sinks = [(sink, groups[actor]) for sink, actor in short if actor in groups]
-        for sink, num_groups in sinks:
-            sink(num_groups)
+            live = self._live_actors()
+            short = [peer for peer, actor in live if peer.granted < MIN_CREDIT and actor in actors]
+        for peer in short:
+            peer.request_sync()
 
     def request_sync(self) -> None:
-        """Ask all actors to sync now; actors also sync without the request. The caller must not hold the lock."""
+        """Ask all actors to sync now; actors also sync without it. The caller must not hold the lock."""
         with self.changed:
-            sinks = [peer.credit for peer, _ in self._live_actors()]
-        for sink in sinks:
-            sink(0)
+            live = self._live_actors()
+        for peer, _ in live:
+            peer.request_sync()
 
     def _live_actors(self) -> list[tuple[PeerState, ActorKey]]:
         """Registered actors whose epoch has not left or expired. The caller holds the lock."""

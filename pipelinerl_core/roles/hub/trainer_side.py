@@ -7,13 +7,9 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
-import pyarrow as pa
-
-from pipelinerl_core.channel.bundles import BUNDLE_BYTES
-from pipelinerl_core.data.codec import row_bytes
 from pipelinerl_core.data.segments import SegmentReader
 from pipelinerl_core.errors import MissingObject
-from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.interfaces import ObjectStore, RowSlice
 from pipelinerl_core.ledger import ActorKey
 from pipelinerl_core.messages import (
     Ack,
@@ -23,10 +19,8 @@ from pipelinerl_core.messages import (
     Register,
     Reserve,
     Rows,
-    RowsBundle,
     RowsHeader,
 )
-from pipelinerl_core.roles.hub.rows import RowSlice
 from pipelinerl_core.roles.hub.state import HubState
 from pipelinerl_core.run.history import counted_commit_keys, read_commit
 from pipelinerl_core.types import GroupKey, GroupRef
@@ -35,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 # Longest wait of one reserve, which the trainer repeats. A longer wait would delay the end of the process.
 _MAX_WAIT_SECONDS = 5.0
-MIN_RUN_BYTES = BUNDLE_BYTES // 4
-"""Adjacent rows of several groups with fewer bytes are copied into a bundle instead of being sent as a view."""
 
 
 class TrainerRequests:
@@ -89,7 +81,7 @@ class TrainerRequests:
                 self._state.drop_unneeded_rows()
             logger.info("commit of step %d was not reported to a hub; read from the store", missed)
 
-    def reserve(self, request: Reserve) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
+    def reserve(self, request: Reserve) -> Iterator[tuple[Answer, RowSlice | None]]:
         """The groups of a step, or is_ready=False after the wait that the request names.
 
         With `request.with_rows`, rows in memory follow the answer, which saves the trainer a second request.
@@ -111,7 +103,7 @@ class TrainerRequests:
             slices = self._in_memory(answer.groups) if request.with_rows and answer.is_ready else {}
         try:
             yield answer.model_copy(update={"re": request.id, "num_following": len(slices)}), None
-            yield from self._runs_of(request.id, slices, {})
+            yield from self._rows(request.id, slices, {})
         finally:
             if taken:
                 self._state.return_credit(taken)
@@ -121,7 +113,7 @@ class TrainerRequests:
         keys = ((ref.group_id, ref.attempt) for ref in groups)
         return {key: rows for key in keys if (rows := self._state.rows.find(key)) is not None}
 
-    def send_rows(self, request: Rows) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
+    def send_rows(self, request: Rows) -> Iterator[tuple[Answer, RowSlice | None]]:
         """A header and a batch for each requested group, which must be reserved for the step."""
         with self._changed:
             unreserved = set(request.groups) - self._ledger.reserved(request.step)
@@ -131,28 +123,16 @@ class TrainerRequests:
             yield Refused(re=request.id, code="not_reserved", detail=detail), None
             return
         segments = {key: self._segment(key) for key, rows in slices.items() if rows is None}
-        yield from self._runs_of(request.id, slices, segments)
+        yield from self._rows(request.id, slices, segments)
 
-    def _runs_of(
-        self, re: int, slices: "Mapping[GroupKey, RowSlice | None]", segments: Mapping[GroupKey, tuple[str, int, int]]
-    ) -> Iterator[tuple[Answer, pa.RecordBatch]]:
-        remaining = len(slices)
-        for run in _runs(slices):
-            remaining -= len(run)
-            yield self._run(re, run, remaining, segments)
-
-    def _run(
-        self, re: int, run: "_Run", remaining: int, segments: Mapping[GroupKey, tuple[str, int, int]]
-    ) -> tuple[Answer, pa.RecordBatch]:
-        (key, first), (_, last) = run[0], run[-1]
-        if first is None or last is None:
-            rows = self._segments.read_group(*segments[key], *key)
-        else:
-            rows = RowSlice(first.batch, first.start, last.start + last.num_rows - first.start).rows()
-        if len(run) == 1:
-            return RowsHeader(re=re, group_id=key[0], attempt=key[1], remaining=remaining), rows
-        groups = tuple((*key, part.num_rows) for key, part in run if part is not None)
-        return RowsBundle(re=re, groups=groups, remaining=remaining), rows
+    def _rows(
+        self, re: int, slices: Mapping[GroupKey, RowSlice | None], segments: Mapping[GroupKey, tuple[str, int, int]]
+    ) -> Iterator[tuple[Answer, RowSlice | None]]:
+        for remaining, (key, rows) in zip(range(len(slices) - 1, -1, -1), slices.items(), strict=True):
+            if rows is None:
+                batch = self._segments.read_group(*segments[key], *key)
+                rows = RowSlice(batch, 0, batch.num_rows)
+            yield RowsHeader(re=re, group_id=key[0], attempt=key[1], remaining=remaining), rows
 
     def _segment(self, key: GroupKey) -> tuple[str, int, int]:
         """(actor, epoch, seq) of the segment with the rows of a group that is not in memory.
@@ -184,31 +164,3 @@ class TrainerRequests:
         if is_new:
             self._state.request_sync()
         return Ack(re=request.id, note="" if is_new else "known")
-
-
-_Run = list[tuple[GroupKey, RowSlice | None]]
-
-
-def _runs(slices: Mapping[GroupKey, RowSlice | None]) -> Iterator[_Run]:
-    """The groups in their order, in runs whose rows are adjacent in the memory of one write.
-
-    A run is sent as one view, without a copy. Short runs are split: many small writes cost more than a copy.
-    """
-    run: _Run = []
-    for key, rows in slices.items():
-        before = run[-1][1] if run else None
-        if before is None or rows is None or not rows.follows(before):
-            yield from _whole_or_split(run)
-            run = []
-        run.append((key, rows))
-    yield from _whole_or_split(run)
-
-
-def _whole_or_split(run: _Run) -> Iterator[_Run]:
-    first = run[0][1] if run else None
-    if len(run) > 1 and first is not None:
-        num_rows = sum(rows.num_rows for _, rows in run if rows is not None)
-        if row_bytes(RowSlice(first.batch, first.start, num_rows).rows()) >= MIN_RUN_BYTES:
-            yield run
-            return
-    yield from ([one] for one in run)

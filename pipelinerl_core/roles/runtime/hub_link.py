@@ -70,8 +70,8 @@ class HubLink:
         self._client: HubClient | None = None
         self._closed = False
         self.registered: Registered | None = None
-        self.on_nudge: Callable[[], None] = lambda: None
-        """Called on a thread of the channel if the hub sends a nudge: sync at once."""
+        self.on_sync_now: Callable[[], None] = lambda: None
+        """Called on a thread of the channel for each SyncNow."""
         self.is_cancelled: Callable[[], bool] = lambda: False
         """Called repeatedly while no hub is available; True ends the wait."""
 
@@ -176,7 +176,7 @@ class HubLink:
             token=self._token,
             role=self._role,
             name=self._name,
-            on_credit=lambda num_groups: self.on_nudge(),
+            on_sync_now=lambda: self.on_sync_now(),
             faults=self._faults,
             retry_seconds=self._retry_seconds,
         )

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pipelinerl_core.messages import Lease
+from pipelinerl_core.messages import Lease, SwapRecord
 from pipelinerl_core.run.context import RunContext, log_directory
-from pipelinerl_core.run.records import Commit, SwapRecord
+from pipelinerl_core.run.records import Commit
 from pipelinerl_core.telemetry.traces import Event, SpanRef, Tracer, Value
 from pipelinerl_core.types import GroupKey, Rollout, TrainingRow, WeightManifest
 

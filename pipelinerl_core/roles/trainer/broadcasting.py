@@ -7,15 +7,16 @@ import logging
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import BroadcastError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.ledger.groups import ActorKey
+from pipelinerl_core.messages import ActorSample
 from pipelinerl_core.roles.runtime.device import model_device
 from pipelinerl_core.types import WeightManifest
-from pipelinerl_core.weights.broadcast import GROUP_COUNTER, WeightBroadcaster
+from pipelinerl_core.weights.broadcast import WeightBroadcaster
 from pipelinerl_core.weights.publish import WeightPublisher
 
 if TYPE_CHECKING:
@@ -33,18 +34,18 @@ class _Version:
     data: bytes
 
 
-def joined_groups(actors: Mapping[str, Mapping[str, Any]], *, silent_seconds: float) -> dict[str, int]:
+def joined_groups(actors: Mapping[str, ActorSample], *, silent_seconds: float) -> dict[str, int]:
     """Name of each active actor -> number of the broadcast group that the actor reports, 0 for none.
 
     actors: "<actor>/<epoch>" -> ActorSample, from a reservation. An actor is active if its sample is at most
     silent_seconds older than the newest sample; of several epochs the newest counts.
     """
-    newest = max((sample["at"] for sample in actors.values()), default=0.0)
+    newest = max((sample.at for sample in actors.values()), default=0.0)
     found: dict[str, tuple[int, int]] = {}
     for key, sample in actors.items():
         actor = ActorKey.parse(key)
-        if sample["at"] >= newest - silent_seconds and actor.epoch >= found.get(actor.name, (-1, 0))[0]:
-            found[actor.name] = (actor.epoch, int(sample["counters"].get(GROUP_COUNTER, 0)))
+        if sample.at >= newest - silent_seconds and actor.epoch >= found.get(actor.name, (-1, 0))[0]:
+            found[actor.name] = (actor.epoch, sample.counters.broadcast_group)
     return {name: group for name, (_, group) in found.items()}
 
 
@@ -75,7 +76,7 @@ class BroadcastPublisher:
         data: bytes,
         *,
         durable: bool,
-        actors: Mapping[str, Mapping[str, Any]],
+        actors: Mapping[str, ActorSample],
     ) -> WeightManifest:
         """Publish a version; returns the manifest to commit and announce before `deliver`. data: tensors as bytes."""
         joined = joined_groups(actors, silent_seconds=self._silent_seconds)
@@ -98,7 +99,7 @@ class BroadcastPublisher:
             return self._store_newest()
         return None
 
-    def store_if_unreachable(self, actors: Mapping[str, Mapping[str, Any]]) -> WeightManifest | None:
+    def store_if_unreachable(self, actors: Mapping[str, ActorSample]) -> WeightManifest | None:
         """If an active actor is not in the newest version's group, store the version; returns its new manifest."""
         newest = self._newest
         if newest is None or newest.manifest.key is not None:

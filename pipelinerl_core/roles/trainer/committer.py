@@ -18,26 +18,17 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data.compaction import compact_rollouts
 from pipelinerl_core.errors import DeadlineExceeded, PipelineRLError, RunOver, StoreError
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.messages import Committed, FateRecord, LedgerSnapshot, Refused, Reserved
+from pipelinerl_core.messages import ActorSample, Committed, FateRecord, LedgerSnapshot, Refused, Reserved
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.trainer.broadcasting import BroadcastPublisher
 from pipelinerl_core.run.compaction import compact_commits, is_due
 from pipelinerl_core.run.history import write_commit
 from pipelinerl_core.run.reading import list_keys
-from pipelinerl_core.run.records import (
-    ADAPTERS_FILE,
-    WEIGHTS_FILE,
-    ActorSample,
-    CheckpointRef,
-    Commit,
-    EpochRecord,
-    RescoredActor,
-    SwapRecord,
-)
+from pipelinerl_core.run.records import ADAPTERS_FILE, WEIGHTS_FILE, CheckpointRef, Commit, EpochRecord, RescoredActor
 from pipelinerl_core.run.versions import remove_weights, weights_to_remove
 from pipelinerl_core.training.checkpoint import prune_checkpoints, save_checkpoint
 from pipelinerl_core.types import FileEntry, WeightManifest
-from pipelinerl_core.weights.files import UNREADABLE_COUNTER, serialize
+from pipelinerl_core.weights.files import serialize
 from pipelinerl_core.weights.publish import WeightPublisher
 
 if TYPE_CHECKING:
@@ -143,7 +134,7 @@ class Committer:
 
     def republish_if_unreadable(
         self,
-        actors: Mapping[str, Mapping[str, Any]],
+        actors: Mapping[str, ActorSample],
         version: int,
         weights: "Callable[[], Mapping[str, torch.Tensor]]",
     ) -> None:
@@ -171,15 +162,14 @@ class Committer:
                 self._announce_again, lambda: self._publisher.publish(version, tensors, durable=True)
             )
 
-    def _is_unreadable(self, actors: Mapping[str, Mapping[str, Any]], version: int) -> bool:
+    def _is_unreadable(self, actors: Mapping[str, ActorSample], version: int) -> bool:
         """Whether `version` is the newest announced version, and an actor reports it as unreadable."""
         newest = self.newest
         if newest is None or newest.manifest is None or newest.manifest.version != version:
             return False
         if version == self._republished_version:  # the sample may come from an actor that has ended since
             return False
-        reported = [sample["counters"].get(UNREADABLE_COUNTER, -1.0) for sample in actors.values()]
-        return float(version) in reported
+        return any(sample.counters.unreadable_version == version for sample in actors.values())
 
     def close(self) -> None:
         """Stop the thread; queued steps are not committed."""
@@ -295,8 +285,8 @@ class Committer:
             manifest=None,
             checkpoint=self._checkpoint,
             fates=_fates(reserved),
-            swaps=tuple(SwapRecord.model_validate(swap) for swap in reserved.swaps),
-            actors={name: ActorSample.model_validate(sample) for name, sample in reserved.actors.items()},
+            swaps=reserved.swaps,
+            actors=reserved.actors,
             rescored=computed.rescored,
             **{name: getattr(reserved, name) for name in LedgerSnapshot.model_fields},
             reserved_at=computed.reserved_at,

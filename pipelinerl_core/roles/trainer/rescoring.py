@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ParityError
 from pipelinerl_core.interfaces import Rescorer
 from pipelinerl_core.ledger.groups import ActorKey
+from pipelinerl_core.messages import ActorSample
 from pipelinerl_core.run.records import RescoredActor
 from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
 
@@ -187,7 +188,7 @@ class Rescoring:
         version: int,
         rows: Sequence[TrainingRow],
         epochs: Mapping[tuple[int, int], int],
-        actors: Mapping[str, Mapping[str, Any]],
+        actors: Mapping[str, ActorSample],
     ) -> Rescored:
         """Compare a share of the rollouts before they are trained.
 
@@ -338,15 +339,15 @@ class Rescoring:
             for actor in sorted({*found, *alarms})
         }
 
-    def _expel(self, actors: Mapping[str, Mapping[str, Any]]) -> None:
+    def _expel(self, actors: Mapping[str, ActorSample]) -> None:
         lasting = (actor for actor, watched in self._watched.items() if watched.later.is_alarm)
         new = {ActorKey.parse(actor) for actor in lasting} - self.expelled
         if not new:
             return
         self.expelled |= new
-        newest = max((sample["at"] for sample in actors.values()), default=0.0)
+        newest = max((sample.at for sample in actors.values()), default=0.0)
         silent_seconds = self._config.placement.lease_seconds
-        live = {ActorKey.parse(actor) for actor, sample in actors.items() if sample["at"] >= newest - silent_seconds}
+        live = {ActorKey.parse(actor) for actor, sample in actors.items() if sample.at >= newest - silent_seconds}
         if live <= self.expelled:
             raise ParityError(
                 "every actor is expelled (trainer.rescore_alarm=expel): no engine samples from the versions that its "

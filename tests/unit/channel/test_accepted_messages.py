@@ -95,13 +95,13 @@ class Wire:
         self._written.append((metadata, rows))
 
     def ask(self, metadata: bytes, rows: pa.RecordBatch | None = None) -> list[tuple[Answer, pa.RecordBatch | None]]:
-        """The answers, nudges left out."""
+        """The answers without SyncNow."""
         self._written.clear()
         self._dispatcher.answer(self.peer, metadata, rows)
         answers = [(ANSWER.validate_json(metadata), batch) for metadata, batch in self._written]
         for answer, _ in answers:
             assert not isinstance(answer, Refused) or answer.code != "internal", answer
-        return [(answer, batch) for answer, batch in answers if answer.kind != "credit"]
+        return [(answer, batch) for answer, batch in answers if answer.kind != "sync_now"]
 
     def say(self, message: Message, rows: pa.RecordBatch | None = None) -> Answer:
         [(answer, _)] = self.ask(encode(message), rows)

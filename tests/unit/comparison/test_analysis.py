@@ -22,7 +22,7 @@ from pipelinerl_core.comparison.analysis import (
 )
 from pipelinerl_core.comparison.figure import figure
 from pipelinerl_core.comparison.page import page
-from pipelinerl_core.run.records import ActorSample
+from pipelinerl_core.messages import ActorSample
 from tests.synthetic_run import START, make_commit
 
 

@@ -8,7 +8,7 @@ from pipelinerl_core.algo.advantages import per_turn
 from pipelinerl_core.errors import Expelled, Fenced, StaleLease
 from pipelinerl_core.ledger import ActorKey, Arrival, Grant, GroupSummary, Ledger, SealedGroup, SyncResult
 from pipelinerl_core.ledger.order import deadline, split_trained
-from pipelinerl_core.messages import FateRecord, LeaseRef, Reserved
+from pipelinerl_core.messages import FateRecord, LeaseRef, Reserved, SwapRecord
 from pipelinerl_core.types import GroupRef, Origin, PreviousHolder, WeightManifest
 from tests.builders import ManualClock, commit_record, small_config, sync_message, trained_by, weight_manifest
 
@@ -512,11 +512,11 @@ def test_what_a_gone_actor_had_in_flight_is_superseded_until_it_comes_back(clock
     assert ledger.tokens()["superseded"] == 30
 
 
-def swap(version: int) -> dict[str, object]:
-    return {
-        "actor": "actor-0", "actor_epoch": 1, "version": version, "at": 0.0, "pause_seconds": 0.001, "num_bytes": 1,
-        "num_running": 1, "num_tokens": 1,
-    }  # fmt: skip
+def swap(version: int) -> SwapRecord:
+    return SwapRecord(
+        actor="actor-0", actor_epoch=1, version=version, at=0.0, pause_seconds=0.001, num_bytes=1, num_running=1,
+        num_tokens=1,
+    )  # fmt: skip
 
 
 def test_a_swap_is_told_once_and_acknowledged_when_a_commit_holds_it():
@@ -526,7 +526,7 @@ def test_a_swap_is_told_once_and_acknowledged_when_a_commit_holds_it():
     assert sync(ledger, A, want=0, leases=held, swaps=(swap(1), swap(2), swap(3))).swaps[0].version == 3
     deliver_all(ledger, grants[:2])
     answer = ledger.reserve(1, epoch=2)
-    assert [record["version"] for record in answer.swaps] == [1, 2, 3]
+    assert [record.version for record in answer.swaps] == [1, 2, 3]
     assert ledger.actor_reports.acknowledged(A, is_final=False) == -1
     commit(ledger, 1, answer)
     assert ledger.actor_reports.acknowledged(A, is_final=False) == 3

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.messages import Counters
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.planning import calibration
 from pipelinerl_core.planning.calibration import Calibration, calibrate
@@ -48,7 +49,7 @@ def commits_of(num, running, step_seconds, seconds=1.0):
         load = running[step % len(running)]
         tokens, busy = tokens + int(load * seconds / step_seconds(load)), busy + load * seconds
         sample = SimpleNamespace(
-            at=step * seconds, num_tokens=tokens, running_seconds=busy, concurrency=64, counters={}
+            at=step * seconds, num_tokens=tokens, running_seconds=busy, concurrency=64, counters=Counters()
         )
         found.append(SimpleNamespace(step=step, actors={"actor-0/1": sample}, swaps=()))
     return found
@@ -148,14 +149,13 @@ def test_schedules_that_take_turns_have_the_speeds_that_were_measured_in_turns()
 
 
 def sampled(num_tokens, **counters):
-    return SimpleNamespace(num_tokens=num_tokens, counters=counters)
+    return SimpleNamespace(num_tokens=num_tokens, counters=Counters(**counters))
 
 
 def test_the_pause_of_a_paced_engine_is_a_mean_over_tokens():
     before, after = sampled(100, step_delay_seconds=0.0, paced_seconds=1.0), sampled(300, paced_seconds=2.0)
     assert pause_seconds(before, after) == pytest.approx(0.005)
-    earlier_release = sampled(300, step_delay_seconds=0.02)
-    assert pause_seconds(sampled(100), earlier_release) == 0.02
+    assert pause_seconds(sampled(100), sampled(100, step_delay_seconds=0.02)) == 0.02
     commits = [
         SimpleNamespace(actors={"actor-0/1": before, "actor-1/1": sampled(0, paced_seconds=0.0)}),
         SimpleNamespace(actors={"actor-0/1": after, "actor-1/1": sampled(600, paced_seconds=0.0)}),

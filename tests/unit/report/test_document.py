@@ -7,18 +7,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelinerl_core.errors import SchemaMismatch
+from pipelinerl_core.messages import ActorSample, SwapRecord
 from pipelinerl_core.report import utilization
 from pipelinerl_core.report.document import build_report, write_weights_table
 from pipelinerl_core.report.html import render_report
-from pipelinerl_core.run.records import (
-    RUN_KEY,
-    WEIGHTS_TABLE_KEY,
-    ActorSample,
-    EvalRecord,
-    SwapRecord,
-    commit_key,
-    eval_key,
-)
+from pipelinerl_core.run.records import RUN_KEY, WEIGHTS_TABLE_KEY, EvalRecord, commit_key, eval_key
 from tests.builders import put_epoch, run_record
 from tests.synthetic_run import (
     TRAINER_EPOCH,

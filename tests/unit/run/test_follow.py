@@ -6,17 +6,10 @@ import re
 import pytest
 
 from pipelinerl_core.errors import MissingObject, StoreError
+from pipelinerl_core.messages import ActorSample, SwapRecord
 from pipelinerl_core.run.follow import Forwarder, RunFollower, commit_metrics
 from pipelinerl_core.run.history import counting, read_commit
-from pipelinerl_core.run.records import (
-    RUN_KEY,
-    ActorSample,
-    EpochRecord,
-    EvalRecord,
-    SwapRecord,
-    commit_key,
-    eval_key,
-)
+from pipelinerl_core.run.records import RUN_KEY, EpochRecord, EvalRecord, commit_key, eval_key
 from pipelinerl_core.telemetry.metrics import METRICS
 from pipelinerl_core.types import NO_STEP, LoggedStep
 from tests.fakes import MemoryStore

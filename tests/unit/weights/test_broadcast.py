@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import threading
 import time
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -13,7 +14,6 @@ from pipelinerl_core.errors import BroadcastError
 from pipelinerl_core.roles.trainer.broadcasting import joined_groups
 from pipelinerl_core.run.records import broadcast_key
 from pipelinerl_core.weights.broadcast import (
-    GROUP_COUNTER,
     WeightBroadcaster,
     layout_of,
     read_group,
@@ -180,8 +180,8 @@ def test_a_member_that_is_not_there_ends_the_broadcast_and_the_group(make, store
 # ---- versions -----------------------------------------------------------------------------------------------------
 
 
-def sample(group=None, at=100.0):
-    return {"at": at, "counters": {} if group is None else {GROUP_COUNTER: float(group)}}
+def sample(group=0, at=100.0):
+    return SimpleNamespace(at=at, counters=SimpleNamespace(broadcast_group=group))
 
 
 def test_actors_count_with_their_newest_epoch_until_they_are_silent():

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from pipelinerl_core.errors import SwapError
 from pipelinerl_core.interfaces import BroadcastGroup, TensorMeta, WeightUpdate
 from pipelinerl_core.roles.actor.broadcast_subscriber import BroadcastSubscriber
 from pipelinerl_core.types import EngineRequest, FinishReason, Sampler, WeightSpan
-from pipelinerl_core.weights.broadcast import GROUP_COUNTER, read_group
+from pipelinerl_core.weights.broadcast import read_group
 from pipelinerl_core.weights.files import serialize
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.unit.weights.gloo_case import broadcast_publisher, connect, receive
@@ -132,7 +133,7 @@ def publish(publisher, version, groups):
 
 
 def sample(group):
-    return {"at": 1.0, "counters": {GROUP_COUNTER: float(group)}}
+    return SimpleNamespace(at=1.0, counters=SimpleNamespace(broadcast_group=group))
 
 
 async def form(publisher, store, engine):

@@ -59,7 +59,7 @@ def test_an_actor_looks_for_a_gpu_without_initializing_cuda():
         "torch._C._cuda_getDeviceCount = initialized\n"
         "torch.cuda._device_count_nvml = lambda: 2\n"
         "from pathlib import Path\n"
-        "from pipelinerl_core.config import load_config\n"
+        "from pipelinerl_core.models.resolve import load_config\n"
         "from pipelinerl_core.engine.vllm.load import core_settings\n"
         "torch.backends.cuda.is_built = lambda: True\n"
         "torch.cuda._is_compiled = lambda: True\n"

@@ -17,7 +17,7 @@ class Link:
 
     boot_id = "boot"
     registered = None
-    on_nudge = None
+    on_sync_now = None
 
     def __init__(self):
         self.groups = []

@@ -46,7 +46,7 @@ class Link:
 
     boot_id = "boot"
     registered = None
-    on_nudge = None
+    on_sync_now = None
     is_cancelled = None
 
     def __init__(self, answers=lambda message: Ack(re=0)):

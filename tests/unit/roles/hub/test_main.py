@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from pipelinerl_core.errors import PipelineRLError
-from pipelinerl_core.messages import Register
+from pipelinerl_core.messages import ActorSample, Register
 from pipelinerl_core.models.resolve import build_config, load_config
 from pipelinerl_core.roles.hub import main, service
 from pipelinerl_core.run.context import RunContext
-from pipelinerl_core.run.records import HUB_KEY, ActorSample
+from pipelinerl_core.run.records import HUB_KEY
 from tests.builders import commit_record, hub_record, run_record, sync_message
 from tests.synthetic_run import put_record
 
@@ -46,7 +46,7 @@ def test_leases_last_as_long_as_ever_although_the_clock_is_set(store, monkeypatc
     clocks = Clocks(monkeypatch)
     config = load_config("quickstart", ["placement.lease_seconds=10"])
     hub, _ = main.start_hub(RunContext(store=store, record=run_record(), config=config, token="a-token-for-tests"))
-    hub.connected("peer", lambda num_groups: None)
+    hub.connected("peer", lambda: None)
 
     def ask(message):
         ((answer, _),) = hub.handle("peer", message, None)

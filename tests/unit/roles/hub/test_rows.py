@@ -5,16 +5,16 @@ import time
 import pyarrow as pa
 import pytest
 
+from pipelinerl_core.channel.bundles import MIN_VIEW_BYTES, bundled, unbundled
 from pipelinerl_core.data.codec import encode_rollouts
 from pipelinerl_core.data.segments import SegmentWriter
 from pipelinerl_core.ledger import Ledger
-from pipelinerl_core.messages import Committed, Group, Register, Reserve, Rows, Sealed
+from pipelinerl_core.messages import Committed, Group, Register, Reserve, Rows, RowsHeader, Sealed
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.roles.hub.recovery import read_stored_state
 from pipelinerl_core.roles.hub.rows import GROUP_BYTES, SEALED_SHARE, RowMemory, WrittenGroup
 from pipelinerl_core.roles.hub.service import Hub
-from pipelinerl_core.roles.hub.trainer_side import MIN_RUN_BYTES, _runs
 from pipelinerl_core.storage.object_store import open_store
 from tests.builders import sync_message, weight_manifest
 from tests.rollout_rows import build_group, group_ref
@@ -105,7 +105,7 @@ class Stalled:
             name: SegmentWriter(self.store, name, 1, "run", max_seconds=0, max_bytes=1 << 30) for name in self.names
         }
         for name in (*self.names, "trainer"):
-            self.hub.connected(name, lambda num_groups: None)
+            self.hub.connected(name, lambda: None)
             self(name, Register(role="trainer" if name == "trainer" else "actor", name=name, epoch=1))
         manifest = weight_manifest(0)
         self("trainer", Committed(step=0, epoch=1, manifest=manifest, groups=()))
@@ -156,7 +156,7 @@ def test_rows_that_left_the_memory_are_read_back_from_their_segments(tmp_path):
     answers = list(run.hub.handle("trainer", Rows(step=1, groups=keys), None))
     assert [(header.group_id, header.attempt) for header, _ in answers] == list(keys)
     for header, rows in answers:
-        assert rows.column("group_id").to_pylist() == [header.group_id] * 2
+        assert rows.rows().column("group_id").to_pylist() == [header.group_id] * 2
     assert run.hub.row_bytes <= CONFIG.placement.hub_bytes
 
 
@@ -172,21 +172,27 @@ def test_a_hub_that_starts_reads_no_more_rows_than_it_may_keep(tmp_path):
     assert [group_id for group_id, _ in past.rows] == [0, 1, 2, 3]
 
 
-def test_groups_of_one_write_that_are_wanted_in_their_order_are_one_view_of_it():
+def test_groups_of_one_write_that_are_wanted_in_their_order_are_sent_as_one_view():
     rows = memory(100)
-    large, small = ([rows_of(group_id, num) for group_id in range(4)] for num in (MIN_RUN_BYTES // 16, 8))
+    large, small = ([rows_of(group_id, num) for group_id in range(4)] for num in (MIN_VIEW_BYTES // 16, 8))
     for batch, offset in ((pa.concat_batches(large), 0), (pa.concat_batches(small), 10)):
         rows.keep_all(batch, [WrittenGroup((offset + index, 0), 2 * index, 2, False) for index in range(4)])
 
-    def runs(*group_ids):
-        slices = {(group_id, 0): rows.find((group_id, 0)) for group_id in group_ids}
-        return [[key[0] for key, _ in run] for run in _runs(slices)]
+    def views(*group_ids):
+        """The writes of the answer, and whether each is a view of the memory."""
+        answers = [(RowsHeader(re=1, group_id=group_id, attempt=0, remaining=0), rows.find((group_id, 0)))
+                   for group_id in group_ids]  # fmt: skip
+        own = {rows.find((group_id, 0)).batch.column("reward").buffers()[1].address for group_id in group_ids}
+        return [
+            ([part.answer.group_id for part in unbundled(answer, batch)],
+             batch.column("reward").buffers()[1].address in own)
+            for answer, batch in bundled(answers)
+        ]  # fmt: skip
 
-    assert runs(0, 1, 2, 3) == [[0, 1, 2, 3]]
-    assert runs(1, 2, 0, 3) == [[1, 2], [0], [3]]
-    assert runs(0, 1, 77, 2, 3, 10) == [[0, 1], [77], [2, 3], [10]]
-    assert runs(10, 11, 12, 13) == [[10], [11], [12], [13]]  # few bytes: they are copied into a bundle with others
+    assert views(0, 1, 2, 3) == [([0, 1, 2, 3], True)]
+    assert views(1, 2, 0, 10, 3) == [([1, 2], True), ([0, 10, 3], False)]
+    assert views(10, 11, 12, 13) == [([10, 11, 12, 13], False)]  # few bytes: copied into a bundle
     assert rows.get((2, 0)).equals(large[2])
     rows.keep_only({(2, 0), (11, 0)})
-    assert runs(1, 2, 3) == [[1], [2], [3]]
+    assert views(2, 11) == [([2, 11], False)]
     assert rows.get((11, 0)).equals(small[1])

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -102,7 +103,7 @@ def stale_run(keys, actors, *, steps=5, healed_at=99):
     first, _ = LEARNERS["all weights"]()
     rescoring = Rescoring(learner.rescorer, config)
     rescoring.published(0, learner.weights())
-    samples = {f"{name}/0": {"at": 1.0} for name in actors}
+    samples = {f"{name}/0": SimpleNamespace(at=1.0) for name in actors}
     found = []
     for step in range(1, steps + 1):
         rows = rows_of(config, 1)
