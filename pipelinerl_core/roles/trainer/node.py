@@ -66,10 +66,7 @@ def run_ranks(
     ranks = range(first, first + rendezvous.per_node)
     logger.info("ranks %d to %d join rank 0 at %s", first, ranks[-1], rendezvous.where)
     processes = RankProcesses(context.store.url)
-    processes.start(
-        ranks, where=rendezvous.where, size=rendezvous.size, per_node=rendezvous.per_node, device=rendezvous.device,
-        seconds=rendezvous.seconds,
-    )  # fmt: skip
+    processes.start(ranks, rendezvous)
     try:
         while not stop.wait(_POLL_SECONDS) and not processes.have_ended():
             monitor.heartbeat(f"training with rank 0 of epoch {rendezvous.epoch}")
