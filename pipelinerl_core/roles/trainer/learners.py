@@ -23,7 +23,7 @@ from pipelinerl_core.interfaces import Learner, ObjectStore
 from pipelinerl_core.models.paths import require_model
 from pipelinerl_core.roles.runtime.device import model_device
 from pipelinerl_core.roles.runtime.process import leave
-from pipelinerl_core.roles.trainer.rank_channel import RankChannel, join_ranks, translate_rank_errors
+from pipelinerl_core.roles.trainer.rank_channel import RankChannel, join_ranks
 from pipelinerl_core.roles.trainer.rank_processes import RANK_STOP_SECONDS, RankProcesses
 from pipelinerl_core.roles.trainer.ranked_learner import RankedLearner, RankLearner
 from pipelinerl_core.roles.trainer.rendezvous import announce_rendezvous, open_rendezvous, own_address, refusal_of
@@ -89,7 +89,7 @@ class Learners:
             return build_alone(config)
         if self._channel is None:
             self._channel = self._start(config)
-        with translate_rank_errors("loading of the model"), self._channel.command():
+        with self._channel.command("loading of the model"):
             self._channel.send("build", config=config.model_dump(mode="json"), code=loaded_texts())
             local, batcher = build_rank(config, self._ranks)
         return RankedLearner(local, self._channel, batcher)
@@ -112,24 +112,20 @@ class Learners:
         return "" if self._rendezvous is None else refusal_of(self._rendezvous)
 
     def _start(self, config: RunConfig) -> RankChannel:
-        ranks, seconds = self._ranks, config.trainer.collective_seconds
+        ranks, spread, seconds = self._ranks, self._spread, config.trainer.collective_seconds
         device = rank_device(config, ranks)
-        host = None if self._spread is None else own_address(config)
         store, where = open_rendezvous(
-            ranks.size, seconds, directory=self._directory, host=host,
+            ranks.size, seconds, directory=self._directory, host=None if spread is None else own_address(config),
             sends_weights=config.weights.transport == "nccl" and config.placement.kind == "work_pools",
         )  # fmt: skip
         self._rendezvous = store
-        if self._spread is not None:
-            record = RendezvousRecord(
-                epoch=self._spread.epoch, where=where, size=ranks.size, per_node=ranks.local_size,
-                device=device.type, seconds=seconds,
-            )  # fmt: skip
-            announce_rendezvous(self._spread.store, record)
-        self._processes.start(
-            range(1, ranks.local_size), where=where, size=ranks.size, per_node=ranks.local_size, device=device.type,
-            seconds=seconds,
+        rendezvous = RendezvousRecord(
+            epoch=0 if spread is None else spread.epoch, where=where, size=ranks.size, per_node=ranks.local_size,
+            device=device.type, seconds=seconds,
         )  # fmt: skip
+        if spread is not None:
+            announce_rendezvous(spread.store, rendezvous)
+        self._processes.start(range(1, ranks.local_size), rendezvous)
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
         return join_ranks(0, ranks.size, store=store, device=device, collective_seconds=seconds)
 

@@ -66,21 +66,18 @@ def run_ranks(
     ranks = range(first, first + rendezvous.per_node)
     logger.info("ranks %d to %d join rank 0 at %s", first, ranks[-1], rendezvous.where)
     processes = RankProcesses(context.store.url)
-    processes.start(
-        ranks, where=rendezvous.where, size=rendezvous.size, per_node=rendezvous.per_node, device=rendezvous.device,
-        seconds=rendezvous.seconds,
-    )  # fmt: skip
+    processes.start(ranks, rendezvous)
     try:
-        while not stop.wait(_POLL_SECONDS) and not processes.have_ended():
+        while not stop.wait(_POLL_SECONDS) and not processes.have_ended() and processes.log_failures() is None:
             monitor.heartbeat(f"training with rank 0 of epoch {rendezvous.epoch}")
             newest = newest_rendezvous(context.store)
-            if processes.log_failures() is not None or (newest is not None and newest.epoch > rendezvous.epoch):
+            if newest is not None and newest.epoch > rendezvous.epoch:
                 break
         if stop.is_set() and processes.log_failures() is None:
             processes.wait(RANK_STOP_SECONDS)
-        return processes.have_ended() and processes.log_failures() is None
+        have_ended = processes.have_ended()
+        return processes.log_failures() is None and have_ended
     finally:
-        processes.log_failures()
         processes.stop(0.0)
 
 

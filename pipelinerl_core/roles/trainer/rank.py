@@ -16,6 +16,7 @@ from pipelinerl_core.roles.trainer.learners import build_rank
 from pipelinerl_core.roles.trainer.rank_channel import join_ranks, translate_rank_errors
 from pipelinerl_core.roles.trainer.ranked_learner import RankLearner, serve
 from pipelinerl_core.roles.trainer.rendezvous import join_rendezvous, report_refusal
+from pipelinerl_core.run.records import RendezvousRecord
 from pipelinerl_core.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -25,11 +26,9 @@ _CONNECT_SECONDS = 60.0
 
 
 _ARGUMENTS: Arguments = {
-    **{f"--{name}": {"type": int, "required": True} for name in ("rank", "size", "per-node", "parent-pid")},
+    **{f"--{name}": {"type": int, "required": True} for name in ("rank", "parent-pid")},
     "--run": {"default": "", "help": "URL of the run; not read, only shown by ps"},
-    "--where": {"required": True, "help": "address of the rendezvous"},
-    "--device": {"choices": ["cpu", "cuda"], "required": True},
-    "--seconds": {"type": float, "required": True, "help": "longest wait for other ranks"},
+    "--rendezvous": {"type": RendezvousRecord.model_validate_json, "required": True, "help": "RendezvousRecord"},
 }
 
 
@@ -37,13 +36,14 @@ def _compute(arguments: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 decides when all ranks stop
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    ranks = Ranks(arguments.rank, arguments.size, arguments.per_node)
-    device = torch.device(arguments.device)
+    rendezvous: RendezvousRecord = arguments.rendezvous
+    ranks = Ranks(arguments.rank, rendezvous.size, rendezvous.per_node)
+    device = torch.device(rendezvous.device)
     if device.type == "cuda":
         torch.cuda.set_device(ranks.local_rank)
     with translate_rank_errors("connecting to the rendezvous"):
-        store = join_rendezvous(arguments.where, ranks.size, min(arguments.seconds, _CONNECT_SECONDS))
-    channel = join_ranks(ranks.rank, ranks.size, store=store, device=device, collective_seconds=arguments.seconds)
+        store = join_rendezvous(rendezvous.where, ranks.size, min(rendezvous.seconds, _CONNECT_SECONDS))
+    channel = join_ranks(ranks.rank, ranks.size, store=store, device=device, collective_seconds=rendezvous.seconds)
 
     def build(config: RunConfig) -> tuple[RankLearner, PackBatcher]:
         built = build_rank(config, ranks)

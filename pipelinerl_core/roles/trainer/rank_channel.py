@@ -63,9 +63,12 @@ class RankChannel:
             threading.Thread(target=self._send_heartbeats, name="rank-beat", daemon=True).start()
 
     @contextmanager
-    def command(self) -> Iterator[None]:
-        """Keep heartbeats off the channel while rank 0 sends a command and takes part in its execution."""
-        with self._lock:
+    def command(self, what: str) -> Iterator[None]:
+        """Keep heartbeats off the channel while rank 0 sends a command and takes part in its execution.
+
+        Raises RankLost, in which `what` names the command, if a rank is gone.
+        """
+        with translate_rank_errors(what), self._lock:
             yield
             self._sent_at = time.monotonic()
 
@@ -96,10 +99,8 @@ class RankChannel:
 
     def close(self) -> None:
         """On rank 0: command the other ranks to stop."""
-        if not self._closed.is_set():
-            self._closed.set()
-            if self.rank == 0:
-                self.send("stop")
+        self._closed.set()
+        self.send("stop")
 
     def _send(self, rank: int, header: Mapping[str, Any], data: pa.Buffer) -> None:
         text = bytearray(json.dumps(header).encode())
@@ -114,8 +115,8 @@ class RankChannel:
                 continue  # a command is being executed
             try:
                 if time.monotonic() - self._sent_at > HEARTBEAT_SECONDS and not self._closed.is_set():
-                    with self.command():
-                        self.send(_HEARTBEAT)
+                    self.send(_HEARTBEAT)
+                    self._sent_at = time.monotonic()
             except RuntimeError:  # a rank is gone: the next command raises RankLost
                 return
             finally:

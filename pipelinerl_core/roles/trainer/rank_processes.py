@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
+from pipelinerl_core.run.records import RendezvousRecord
+
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
@@ -26,24 +28,13 @@ class RankProcesses:
         self._logged: set[int] = set()
         self._size = 0
 
-    def start(
-        self, ranks: Iterable[int], *, where: str, size: int, per_node: int, device: str, seconds: float
-    ) -> None:
-        """Start these ranks of `size`; the n-th rank on this host uses its n-th GPU. where: of the rendezvous."""
-        self._size = size
+    def start(self, ranks: Iterable[int], rendezvous: RendezvousRecord) -> None:
+        """Start these ranks; the n-th rank on this host uses its n-th GPU."""
+        self._size = rendezvous.size
+        command = [sys.executable, "-m", "pipelinerl_core.roles.trainer.rank", "--run", self._run_url]
+        command += ["--rendezvous", rendezvous.model_dump_json(), "--parent-pid", str(os.getpid())]
         for rank in ranks:
-            options = {
-                "run": self._run_url,
-                "rank": rank,
-                "size": size,
-                "per-node": per_node,
-                "where": where,
-                "device": device,
-            }
-            options |= {"seconds": seconds, "parent-pid": os.getpid()}
-            command = [sys.executable, "-m", "pipelinerl_core.roles.trainer.rank"]
-            command += [text for key, value in options.items() for text in (f"--{key}", str(value))]
-            self._processes[rank] = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+            self._processes[rank] = subprocess.Popen([*command, "--rank", str(rank)], stdin=subprocess.DEVNULL)
 
     def log_failures(self, wait_seconds: float = 0.0) -> int | None:
         """Log each failed rank once; returns the exit code for this process, None if no rank has failed.
@@ -51,22 +42,18 @@ class RankProcesses:
         wait_seconds: how long to wait for a failure.
         """
         deadline = time.monotonic() + wait_seconds
-        while (code := self._log_failures()) is None and time.monotonic() < deadline:
+        while not (failed := self._failed()) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-        return code
+        for rank in sorted(failed.keys() - self._logged):
+            code = failed[rank]
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            logger.error("rank %d of %d %s; the current step is not committed", rank, self._size, how)
+        self._logged |= failed.keys()
+        return max(1, *failed.values()) if failed else None
 
-    def _log_failures(self) -> int | None:
-        worst = None
-        for rank, process in self._processes.items():
-            code = process.poll()
-            if not code:
-                continue
-            worst = max(code, 1)
-            if rank not in self._logged:
-                self._logged.add(rank)
-                how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-                logger.error("rank %d of %d %s; the current step is not committed", rank, self._size, how)
-        return worst
+    def _failed(self) -> dict[int, int]:
+        """Rank -> exit code, of each rank that has failed."""
+        return {rank: code for rank, process in self._processes.items() if (code := process.poll())}
 
     def have_ended(self) -> bool:
         """Whether all ranks have ended."""

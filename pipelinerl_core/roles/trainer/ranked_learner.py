@@ -25,7 +25,7 @@ from pipelinerl_core.data.codec import (
 )
 from pipelinerl_core.data.schema import BATCH_SCHEMA, ROLLOUT_SCHEMA
 from pipelinerl_core.errors import TrainingDiverged
-from pipelinerl_core.interfaces import Rescorer
+from pipelinerl_core.interfaces import Learner, Rescorer
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.roles.trainer.rank_channel import NO_BYTES, Payload, RankChannel, translate_rank_errors
 from pipelinerl_core.training.own_functions import load_own_functions
@@ -35,33 +35,15 @@ _T = TypeVar("_T")
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.int64)}
 
 
-class RankLearner(Protocol):
-    """One rank's learner; collective methods are called on all ranks at once."""
-
-    version: int
+class RankLearner(Learner, Protocol):
+    """One rank's learner. All ranks call `load_state` and `logprobs_of` at once, with the same arguments."""
 
     @property
     def is_sharded(self) -> bool:
-        """Whether `weights` and `state` are collective."""
-
-    @property
-    def rescorer(self) -> Rescorer | None:
-        """See `interfaces.Learner`; its methods are not collective."""
+        """Whether `weights`, `state` and `logprobs_of` are collective."""
 
     def step_packs(self, packs: Iterable[PackedBatch]) -> dict[str, float]:
         """One optimizer step, collective."""
-
-    def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
-        """See `interfaces.Learner`; collective, with the same rollouts on every rank."""
-
-    def weights(self) -> dict[str, Tensor]:
-        """See `interfaces.Learner`."""
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """See `interfaces.Learner`."""
-
-    def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """See `interfaces.Learner`; collective, with the same tensors on every rank."""
 
 
 class RankedLearner:
@@ -83,12 +65,12 @@ class RankedLearner:
     def step(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
         step = self.version + 1
         plan = self._batcher.plan(rows, self._channel.size)
-        with translate_rank_errors(f"step {step}"), self._channel.command():
+        with self._channel.command(f"step {step}"):
             self._channel.send("step", payloads=[_rank_payload(rows, packs, step) for packs in plan[1:]])
             return self._local.step_packs(self._batcher.planned(rows, plan[0]))
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
-        with translate_rank_errors("scoring of rollouts"), self._channel.command():
+        with self._channel.command("scoring of rollouts"):
             if self._local.is_sharded:
                 data = to_message(encode_rollouts("", rollouts))
                 self._channel.send("score", payloads=[({}, data)] * (self._channel.size - 1))
@@ -107,14 +89,14 @@ class RankedLearner:
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         found = {name: tensor.contiguous() for name, tensor in tensors.items()}
         shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in found.items()}
-        with translate_rank_errors("sending of a checkpoint"), self._channel.command():
+        with self._channel.command("sending of a checkpoint"):
             self._channel.send("load", tensors=shapes, values=dict(values))
             for tensor in found.values():
                 self._channel.broadcast(tensor)
             self._local.load_state(found, values)
 
     def _gathered(self, command: str, gather: Callable[[], _T]) -> _T:
-        with translate_rank_errors(f"gathering of {command}"), self._channel.command():
+        with self._channel.command(f"gathering of {command}"):
             if self._local.is_sharded:
                 self._channel.send(command)
             return gather()

@@ -16,7 +16,7 @@ from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import RENDEZVOUS_PREFIX, RendezvousRecord, rendezvous_key
 
-_FILE, _OPEN_FILE, _TCP = "file:", "open-file:", "tcp:"
+_FILE, _TCP = "file:", "tcp:"
 _REFUSAL = "refusal"
 
 
@@ -29,7 +29,10 @@ def open_rendezvous(
     broadcasts weights to other hosts, which the variables of a loopback interface would prevent.
     """
     if host is None:
-        where = f"{_OPEN_FILE if sends_weights else _FILE}{directory / 'ranks'}"
+        if not sends_weights:  # the other ranks inherit the variables
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(variable, "lo")
+        where = f"{_FILE}{directory / 'ranks'}"
         return join_rendezvous(where, size, seconds), where
     store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds))
     return store, f"{_TCP}{host}:{store.port}"
@@ -38,11 +41,7 @@ def open_rendezvous(
 def join_rendezvous(where: str, size: int, seconds: float) -> Store:
     """Any other rank: connect to the store of the process group at the address `where`."""
     if where.startswith(_FILE):
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(variable, "lo")
         return FileStore(where.removeprefix(_FILE), size)
-    if where.startswith(_OPEN_FILE):
-        return FileStore(where.removeprefix(_OPEN_FILE), size)
     host, _, port = where.removeprefix(_TCP).rpartition(":")
     return TCPStore(host, int(port), size, wait_for_workers=False, timeout=timedelta(seconds=seconds))
 
@@ -70,6 +69,4 @@ def announce_rendezvous(store: ObjectStore, record: RendezvousRecord) -> None:
 def newest_rendezvous(store: ObjectStore) -> RendezvousRecord | None:
     """The rendezvous of the newest start of the trainer; None if there is none."""
     keys = list_keys(store, RENDEZVOUS_PREFIX)
-    if not keys:
-        return None
-    return read_record(store, keys[-1], RendezvousRecord)
+    return read_record(store, keys[-1], RendezvousRecord) if keys else None
