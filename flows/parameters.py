@@ -7,6 +7,8 @@ from typing import Any, Literal, TypeVar, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from pipelinerl_core.config.kinds import EngineKind, ScheduleKind
+from pipelinerl_core.config.load import variants
 from pipelinerl_core.config.prompts import FILE_SUFFIXES
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -42,7 +44,7 @@ def _as_plain_fields(schema: dict[str, Any]) -> None:
     enum must list null.
     """
     for field in schema["properties"].values():
-        (given,) = (one for one in field.pop("anyOf") if one.get("type") != "null")
+        (given,) = (kind for kind in field.pop("anyOf") if kind.get("type") != "null")
         field.update(given)
         field.pop("default")
         if "enum" in field:
@@ -76,9 +78,9 @@ class Settings(BaseModel):
         None,
         description="local: all roles on the machine of this flow run; work_pools: actors and trainer on work pools.",
     )
-    engine: Literal["embedded", "vllm"] | None = Field(None, description="The inference engine.")
+    engine: EngineKind | None = Field(None, description="The inference engine.")
     concurrency: int | None = Field(None, ge=1, description="Sequences in flight in each engine.")
-    schedule: Literal["pipeline", "conventional", "april"] | None = Field(
+    schedule: ScheduleKind | None = Field(
         None, description="pipeline: generation and training overlap; conventional and april: they take turns."
     )
     max_lag: int | None = Field(None, ge=0, description="Largest lag of a trained token, in optimizer steps.")
@@ -86,23 +88,11 @@ class Settings(BaseModel):
     group_size: int | None = Field(None, ge=2, description="Rollouts of one prompt.")
     max_tokens: int | None = Field(None, ge=1, description="Largest number of tokens of a completion.")
     learning_rate: float | None = Field(None, gt=0, description="Peak learning rate.")
-    loss: (
-        Literal[
-            "reinforce",
-            "cispo",
-            "ppo",
-            "grpo",
-            "dr_grpo",
-            "dapo",
-            "gspo",
-            "icepop",
-            "decoupled_ppo",
-            "dppo",
-            "sapo",
-            "sequence_product",
-        ]
-        | None
-    ) = Field(None, description="The loss, with the options of its paper.")
+    loss: str | None = Field(
+        None,
+        description="The loss, with the options of its paper.",
+        json_schema_extra={"enum": [kind for kind in variants("loss") if kind != "custom"]},  # needs further keys
+    )
 
     def overrides(self) -> tuple[str, ...]:
         """ "section.key=value" for each field that is set."""

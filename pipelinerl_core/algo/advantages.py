@@ -61,6 +61,27 @@ def max_likelihood(rewards: Sequence[float]) -> list[float]:
     return [value / mean for value in centred] if mean > 0 else [0.0] * len(rewards)
 
 
+def decoupled(components: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
+    """A_i = sum over components k of w_k * (c_ik - mean_k) / (std_k + 1e-4): `standardized` by component.
+
+    components: for each component its values, one per scored rollout of the group. The first part of GDPO,
+    arXiv:2601.05242; `over_step` is the second. Mixtures of components that have equal sums stay apart.
+
+    Example: components [1, 0, 1, 0] and [1, 1, 0, 0] -> [1.732, 0, 0, -1.732], and with the weights 1 and 2
+    [2.598, 0.866, -0.866, -2.598].
+    """
+    parts = [standardized(values) for values in components]
+    return [sum(weight * part[i] for weight, part in zip(weights, parts, strict=True)) for i in range(len(parts[0]))]
+
+
+def over_step(groups: Sequence[Sequence[float]]) -> list[list[float]]:
+    """A_i / (std + 1e-4), with the standard deviation over all rollouts of a step (GDPO): the range does not grow
+    with the number of components. The mean over a step of centred groups is 0, so that zeros stay exact zeros."""
+    flat = [advantage for group in groups for advantage in group]
+    std = math.sqrt(sum(advantage * advantage for advantage in flat) / (len(flat) - 1))
+    return [[advantage / (std + _STD_FLOOR) for advantage in group] for group in groups]
+
+
 def without_baseline(rewards: Sequence[float]) -> list[float]:
     """The rewards themselves: with loss.advantage=value the learner takes the value of each token from them."""
     _check(rewards)
@@ -110,7 +131,7 @@ ADVANTAGES: Mapping[str, Callable[[Sequence[float]], list[float]]] = MappingProx
         "value": without_baseline,
     }
 )
-"""By `loss.advantage`: one advantage per rollout; loss.advantage=turn is `per_turn`."""
+"""By `loss.advantage`: one advantage per rollout; `turn` is `per_turn`, `decoupled` is `decoupled`."""
 
 
 def _check(rewards: Sequence[float]) -> None:

@@ -21,7 +21,7 @@ from pipelinerl_core.models.resolve import build_config
 AXES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "loss.kind": tuple(kind for kind in variants("loss") if kind != "custom"),
-        "loss.advantage": tuple(kind for kind in get_args(AdvantageKind) if kind != "custom"),
+        "loss.advantage": tuple(kind for kind in get_args(AdvantageKind) if kind not in ("decoupled", "custom")),
         "loss.normalization": get_args(Normalization),
         "schedule.stale": get_args(ScheduleConfig.model_fields["stale"].annotation),
         "rollouts.filter_zero_variance": (False, True),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipelinerl_core.algo.advantages import ADVANTAGES, per_turn
+from pipelinerl_core.algo.advantages import ADVANTAGES, decoupled, over_step, per_turn
 from pipelinerl_core.algo.own import ScoredRollout, own_advantages
 from pipelinerl_core.algo.shaping import overlong_penalty
 from pipelinerl_core.algo.staleness import live_mask
@@ -55,8 +55,8 @@ def assemble_rows(step: int, groups: Sequence[Sequence[Rollout]], config: RunCon
     )
     rows = [
         _row(rollout, advantages, _filtered(rollout, weight, config), step=step, max_lag=config.schedule.max_lag)
-        for group, group_weights in zip(scored, weights, strict=True)
-        for rollout, advantages, weight in zip(group, _advantages(group, config), group_weights, strict=True)
+        for group, group_advantages, group_weights in zip(scored, _advantages(scored, config), weights, strict=True)
+        for rollout, advantages, weight in zip(group, group_advantages, group_weights, strict=True)
     ]
     num_sampled = sum(_num_sampled(row.rollout) for row in rows)
     num_overlong = sum(_num_sampled(row.rollout) for row in rows if row.loss_weight == 0)
@@ -70,15 +70,39 @@ def assemble_rows(step: int, groups: Sequence[Sequence[Rollout]], config: RunCon
     )
 
 
-def _advantages(group: Sequence[Rollout], config: RunConfig) -> list[tuple[float, ...]]:
-    """For each rollout one advantage, or one per turn."""
+def _advantages(groups: Sequence[Sequence[Rollout]], config: RunConfig) -> list[list[tuple[float, ...]]]:
+    """For each rollout of each group one advantage, or one per turn."""
+    if config.loss.decouples_components:
+        sums = [_decoupled(group, config) for group in groups]
+        return [[(advantage,) for advantage in group] for group in over_step(sums)] if sums else []
+    return [_group_advantages(group, config) for group in groups]
+
+
+def _group_advantages(group: Sequence[Rollout], config: RunConfig) -> list[tuple[float, ...]]:
     rewards = _rewards(group, config)
-    if config.loss.advantage == "custom":
+    if config.loss.has_own_advantages:
         return own_advantages(list(map(_scored, group, rewards)), config.loss)
-    if config.loss.advantage == "turn":
+    if config.loss.credits_turns:
         turn_rewards = [rollout.turn_rewards for rollout in group]
         return per_turn(rewards, [rollout.num_turns for rollout in group], turn_rewards)
     return [(advantage,) for advantage in ADVANTAGES[config.loss.advantage](rewards)]
+
+
+def _decoupled(group: Sequence[Rollout], config: RunConfig) -> list[float]:
+    """What the weighted components leave of the reward, for example an overlong penalty, is one more component."""
+    weights = _part(group, config).reward.weights
+    values = [dict(rollout.reward_components) for rollout in group]
+    named = [[of_rollout.get(name, 0.0) for of_rollout in values] for name in weights]
+    rest = [
+        reward - sum(weight * part[i] for weight, part in zip(weights.values(), named, strict=True))
+        for i, reward in enumerate(_rewards(group, config))
+    ]
+    return decoupled([*named, rest], [*weights.values(), 1.0])
+
+
+def _part(group: Sequence[Rollout], config: RunConfig) -> RunConfig:
+    """The configuration of the group's part of a mixture."""
+    return config.with_part(group[0].source) if config.mixture and group else config
 
 
 def _scored(rollout: Rollout, reward: float) -> ScoredRollout:
@@ -118,7 +142,7 @@ def _stored(value: float) -> float:
 
 
 def _rewards(group: Sequence[Rollout], config: RunConfig) -> list[float]:
-    own = config.with_part(group[0].source) if config.mixture and group else config
+    own = _part(group, config)
     limits = {"max_tokens": own.rollouts.max_tokens, "overlong_tokens": own.reward.overlong_tokens}
     return [
         rollout.reward + overlong_penalty(rollout.num_tokens, **limits)

@@ -1,4 +1,4 @@
-"""Traits of the kinds of engines, learners and schedules: what all other code asks about a kind.
+"""Traits of the kinds of engines, learners, schedules and transports: what all other code asks about a kind.
 
 The section of a kind has `traits`. Only this file and the tables that build a kind (engine/load.py,
 roles/trainer/learners.py, ledger/schedules.py) name kinds; `tests/unit/config/test_kinds.py` finds other comparisons.
@@ -7,6 +7,12 @@ roles/trainer/learners.py, ledger/schedules.py) name kinds; `tests/unit/config/t
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
+
+EngineKind = Literal["embedded", "vllm"]
+LearnerKind = Literal["torch", "deepspeed"]
+ScheduleKind = Literal["pipeline", "conventional", "april"]
+Transport = Literal["shm", "object_store", "nccl"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,23 +55,40 @@ class ScheduleTraits:
     """Leases schedule.alpha times the groups of a step, and pauses the unfinished groups."""
 
 
-ENGINE_TRAITS: Mapping[str, EngineTraits] = MappingProxyType(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportTraits:
+    """Traits of a `weights.transport`."""
+
+    uses_shared_memory: bool = False
+    """Versions lie in the shared memory of one host."""
+    is_broadcast: bool = False
+    """Versions go from the trainer's memory to the workers of engines, which load them without merging."""
+
+
+ENGINE_TRAITS: Mapping[EngineKind, EngineTraits] = MappingProxyType(
     {
         "embedded": EngineTraits(has_clock=True, fixes_shapes=True),
         "vllm": EngineTraits(package="vllm", has_workers=True),
     }
 )
-LEARNER_TRAITS: Mapping[str, LearnerTraits] = MappingProxyType(
+LEARNER_TRAITS: Mapping[LearnerKind, LearnerTraits] = MappingProxyType(
     {
         "torch": LearnerTraits(plans_packs=True),
         "deepspeed": LearnerTraits(package="deepspeed", splits_state=True),
     }
 )
-SCHEDULE_TRAITS: Mapping[str, ScheduleTraits] = MappingProxyType(
+SCHEDULE_TRAITS: Mapping[ScheduleKind, ScheduleTraits] = MappingProxyType(
     {
         "pipeline": ScheduleTraits(takes_turns=False),
         "conventional": ScheduleTraits(has_phases=True),
         "april": ScheduleTraits(leases_more=True),
+    }
+)
+TRANSPORT_TRAITS: Mapping[Transport, TransportTraits] = MappingProxyType(
+    {
+        "shm": TransportTraits(uses_shared_memory=True),
+        "object_store": TransportTraits(),
+        "nccl": TransportTraits(is_broadcast=True),
     }
 )
 INSTALL: Mapping[str, str] = MappingProxyType(

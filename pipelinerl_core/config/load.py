@@ -169,7 +169,7 @@ def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
         return _hint(dotted, values)
     if detail["type"] == "missing":
         return f"{dotted}: not set. Set {dotted}, or another {location[0]}.kind"
-    if dotted in _UNIONS and detail["type"] in ("union_tag_invalid", "union_tag_not_found", "loss_kind"):
+    if dotted in _UNIONS and detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
         given = detail["input"]
         kind = _printable(str(given.get("kind", "") if isinstance(given, dict) else given))
         return f"{dotted}.kind={kind}: must be {_one_of(variants(dotted))}"

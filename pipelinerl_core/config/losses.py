@@ -5,12 +5,14 @@ A section accepts the options of its own loss only. docs/algorithms.md has the f
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Field
 
 from pipelinerl_core.config.section import Section
 
 Normalization = Literal["token", "sequence", "prompt", "constant"]
-AdvantageKind = Literal["leave_one_out", "group_mean", "standardized", "turn", "value", "max_likelihood", "custom"]
+AdvantageKind = Literal[
+    "leave_one_out", "group_mean", "standardized", "turn", "value", "max_likelihood", "decoupled", "custom"
+]
 
 
 class _Loss(Section):
@@ -23,8 +25,9 @@ class _Loss(Section):
     """Advantage of a rollout: its reward minus a baseline. leave_one_out: mean reward of the other rollouts of the
     group; group_mean: mean of the group; standardized: group_mean, divided by the group's standard deviation;
     max_likelihood: group_mean, divided by the group's mean (MaxRL); turn: per turn, mean of the other rollouts that
-    reached the turn; value: per token, the estimate of a value head; custom: loss.advantage_function. The default
-    depends on loss.kind."""
+    reached the turn; value: per token, the estimate of a value head; decoupled: each component of reward.weights is
+    standardized in its group before the sum, which is standardized over the step (GDPO); custom:
+    loss.advantage_function. The default depends on loss.kind."""
     advantage_function: str = ""
     """loss.advantage=custom: FILE.py:FUNCTION or package.module:FUNCTION, a function of the rollouts of a group that
     returns an advantage, or one per turn, for each rollout (docs/algorithms.md). The run stores a copy of
@@ -68,6 +71,26 @@ class _Loss(Section):
         """Key -> location of each function of the user."""
         named = {"loss.function": getattr(self, "function", ""), "loss.advantage_function": self.advantage_function}
         return {key: location for key, location in named.items() if location}
+
+    @property
+    def has_own_advantages(self) -> bool:
+        """loss.advantage_function computes the advantages."""
+        return self.advantage == "custom"
+
+    @property
+    def decouples_components(self) -> bool:
+        """Components of the reward are standardized one by one."""
+        return self.advantage == "decoupled"
+
+    @property
+    def has_value_head(self) -> bool:
+        """A value head estimates the advantage of each token."""
+        return self.advantage == "value"
+
+    @property
+    def credits_turns(self) -> bool:
+        """The turns of a rollout have advantages of their own."""
+        return self.advantage == "turn"
 
 
 class ReinforceLoss(_Loss):
@@ -207,28 +230,24 @@ class CustomLoss(_Loss):
     Checked before the start."""
 
 
-def _kind(value: Any) -> Any:
-    return value.get("kind", "reinforce") if isinstance(value, dict) else getattr(value, "kind", None)
+def _with_kind(value: Any) -> Any:
+    return {"kind": "reinforce", **value} if isinstance(value, dict) else value
 
 
 LossConfig = Annotated[
-    Annotated[ReinforceLoss, Tag("reinforce")]
-    | Annotated[CispoLoss, Tag("cispo")]
-    | Annotated[PpoLoss, Tag("ppo")]
-    | Annotated[GrpoLoss, Tag("grpo")]
-    | Annotated[DrGrpoLoss, Tag("dr_grpo")]
-    | Annotated[DapoLoss, Tag("dapo")]
-    | Annotated[GspoLoss, Tag("gspo")]
-    | Annotated[IcepopLoss, Tag("icepop")]
-    | Annotated[DecoupledPpoLoss, Tag("decoupled_ppo")]
-    | Annotated[DppoLoss, Tag("dppo")]
-    | Annotated[SapoLoss, Tag("sapo")]
-    | Annotated[SequenceProductLoss, Tag("sequence_product")]
-    | Annotated[CustomLoss, Tag("custom")],
-    Discriminator(
-        _kind,
-        custom_error_type="loss_kind",
-        custom_error_message="no such loss.kind: there are reinforce, cispo, ppo, grpo, dr_grpo, dapo, gspo, icepop, "
-        "decoupled_ppo, dppo, sapo, sequence_product, custom",
-    ),
+    ReinforceLoss
+    | CispoLoss
+    | PpoLoss
+    | GrpoLoss
+    | DrGrpoLoss
+    | DapoLoss
+    | GspoLoss
+    | IcepopLoss
+    | DecoupledPpoLoss
+    | DppoLoss
+    | SapoLoss
+    | SequenceProductLoss
+    | CustomLoss,
+    Field(discriminator="kind"),
+    BeforeValidator(_with_kind),
 ]

@@ -1,6 +1,7 @@
 """Sections of the prompt sources; the text below a field is its help."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter
 
@@ -10,14 +11,24 @@ from pipelinerl_core.config.section import Section
 class PromptsSection(Section):
     """The keys that every kind of prompts has."""
 
+    verifier: ClassVar[str] = ""
+    """The verifier of reward.kind=auto; empty: the environment scores its tasks."""
+    from_environment: ClassVar[bool] = False
+    """The environment itself has the tasks."""
+
     system: str = Field("default", min_length=1)
     """System message before each prompt, with model.chat_template. default: whatever the chat template inserts by
     itself; none: no system turn, also where the chat template would insert one; any other text: the message."""
+
+    def held_out_in(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys that hold out every row of a set of eval.sets which `changes` takes from another file or split."""
+        return {}
 
 
 class SumsPrompts(PromptsSection):
     """Sums of one-digit numbers, "3+4+8=", of 2 to 16 summands: the quickstart's task."""
 
+    verifier: ClassVar = "sums"
     kind: Literal["sums"] = "sums"
     """Source of the prompts. sums: one-digit sums; reasoning_gym: procedural tasks; environment: the tasks of
     environment.path itself; file: a JSON, CSV or Parquet file; huggingface: a data set of the Hugging Face hub or of
@@ -31,12 +42,14 @@ class LargestNumberPrompts(PromptsSection):
     """Prompts such as "Pick the largest number: 46, 56, 59", with three numbers from 10 to 99: the task of the preset
     smollm2."""
 
+    verifier: ClassVar = "last_number"
     kind: Literal["largest_number"] = "largest_number"
 
 
 class ReasoningGymPrompts(PromptsSection):
     """Procedural tasks of the reasoning-gym library, scored by its own verifiers."""
 
+    verifier: ClassVar = "reasoning_gym"
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     tasks: tuple[str, ...] = Field(("chain_sum",), min_length=1)
     """Names of reasoning-gym tasks (docs/gym_tasks.md), drawn uniformly."""
@@ -50,12 +63,14 @@ class ReasoningGymPrompts(PromptsSection):
 class EnvironmentPrompts(PromptsSection):
     """The tasks of the environment itself: its methods `task` and `held_out` (environment.path)."""
 
+    from_environment: ClassVar = True
     kind: Literal["environment"] = "environment"
 
 
 class RowPrompts(PromptsSection):
     """The keys of prompts that are rows of a table."""
 
+    verifier: ClassVar = "exact_match"
     path: str
     """kind=file: a .jsonl, .json, .csv, .tsv or .parquet file; kind=huggingface: name on the hub, a directory written
     by `save_to_disk`, or a directory of data files."""
@@ -83,6 +98,10 @@ class FilePrompts(RowPrompts):
     """kind=file: a file with held-out prompts of one's own, with the same columns; empty: held_out_share of the rows
     of `path` is held out."""
 
+    def held_out_in(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """See `PromptsSection.held_out_in`."""
+        return {"held_out_path": changes["path"]} if "path" in changes else {}
+
 
 class HuggingFacePrompts(RowPrompts):
     """A data set of the Hugging Face hub by name, or a local one by path."""
@@ -96,6 +115,11 @@ class HuggingFacePrompts(RowPrompts):
     held_out_split: str = ""
     """kind=huggingface: split with held-out prompts, for example test; empty: held_out_share of the rows of `split`
     is held out."""
+
+    def held_out_in(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """See `PromptsSection.held_out_in`."""
+        is_other = changes.keys() & {"path", "config_name", "split"}
+        return {"held_out_split": self.split} if is_other else {}
 
 
 PromptsConfig = Annotated[

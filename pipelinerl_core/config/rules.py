@@ -134,7 +134,7 @@ def _eval_problem(config: Settings) -> str | None:
         try:
             changed = config.with_set(name)
             problem = _prompts_problem(changed)
-            if changed.prompts.kind == "environment" and not config.environment.path:
+            if changed.prompts.from_environment and not config.environment.path:
                 problem = "kind=environment takes the tasks of environment.path, which is empty. Set environment.path"
         except ValidationError as error:
             problem = _section_problem(error)
@@ -152,7 +152,7 @@ def _engine_problem(config: Settings) -> str | None:
         )
     if config.emulation.accelerators and not engine.traits.has_clock:
         return "emulation.accelerators requires the embedded engine. Set engine.kind=embedded"
-    if config.weights.transport == "nccl" and not engine.traits.has_workers:
+    if config.weights.traits.is_broadcast and not engine.traits.has_workers:
         return (
             f"weights.transport=nccl broadcasts to the workers of engines, but engine.kind={engine.kind} has no "
             "workers. Set weights.transport=shm, or engine.kind=vllm"
@@ -285,12 +285,13 @@ def _loss_problem(config: Settings) -> str | None:
             "loss.kl_weighted=false"
         )
     is_default = config.loss.value_coefficient == type(config.loss).model_fields["value_coefficient"].default
-    if config.loss.advantage != "value" and not is_default:
+    if not config.loss.has_value_head and not is_default:
         return (
             f"loss.value_coefficient={config.loss.value_coefficient:g} is not used with loss.advantage="
             f"{config.loss.advantage}. Set loss.advantage=value, or remove loss.value_coefficient"
         )
-    term = "loss.advantage=custom" if config.loss.advantage == "custom" else config.other_term
+    is_of_sum = not (config.loss.has_own_advantages or config.loss.decouples_components)
+    term = config.other_term if is_of_sum else f"loss.advantage={config.loss.advantage}"
     if config.rollouts.filter_zero_variance and term:
         return (
             "rollouts.filter_zero_variance=true discards groups of equal rewards, which have a gradient with "
@@ -301,9 +302,9 @@ def _loss_problem(config: Settings) -> str | None:
 
 def _own_objective_problem(config: Settings) -> str | None:
     loss = config.loss
-    if loss.advantage == "custom" and not loss.advantage_function:
+    if loss.has_own_advantages and not loss.advantage_function:
         return "loss.advantage=custom: loss.advantage_function is not set. Set it to FILE.py:FUNCTION"
-    if loss.advantage != "custom" and (loss.advantage_function or loss.advantage_options):
+    if not loss.has_own_advantages and (loss.advantage_function or loss.advantage_options):
         return (
             f"loss.advantage_function and loss.advantage_options are not used with loss.advantage={loss.advantage}. "
             "Set loss.advantage=custom, or remove them"
@@ -353,6 +354,11 @@ def _reward_problem(config: Settings) -> str | None:
 def _weights_of_reward_problem(config: Settings) -> str | None:
     if not all(math.isfinite(weight) for weight in config.reward.weights.values()):
         return f"reward.weights={config.reward.weights}: a weight is not finite. Set finite weights"
+    if config.loss.decouples_components and not config.reward.weights:
+        return (
+            "loss.advantage=decoupled standardizes each component that reward.weights names, but reward.weights is "
+            "empty. Set the weights of the components, for example reward.weights.correct=1"
+        )
     return None
 
 
@@ -370,7 +376,7 @@ def _environment_problem(config: Settings) -> str | None:
         if environment != type(environment)():
             keys = ", ".join(f"environment.{key}" for key in environment.model_dump(exclude_defaults=True))
             return f"{keys}: not used without environment.path. Set environment.path too"
-        if config.prompts.kind == "environment":
+        if config.prompts.from_environment:
             return "prompts.kind=environment: environment.path is empty. Set environment.path to FILE.py:CLASS"
         return None
     if environment.path == "builtin:code" or environment.kind == "code":
@@ -411,7 +417,7 @@ def _environment_kind_problem(config: Settings) -> str | None:
         return 'environment.kind=command: environment.command is empty. Set it, for example ["python", "agent.py"]'
     if environment.path != f"builtin:{environment.kind}":
         return f"environment.kind={environment.kind} has no class. Remove environment.path={environment.path}"
-    if config.prompts.kind == "environment" or environment.options:
+    if config.prompts.from_environment or environment.options:
         key = "environment.options" if environment.options else "prompts.kind=environment"
         return f"{key}: an agent program has no tasks and options of its own. Set prompts.kind=file, for example"
     if environment.preload and (len(environment.command) < 2 or not environment.command[1].endswith(".py")):
@@ -431,7 +437,7 @@ def _verifiers_problem(config: Settings) -> str | None:
         return f"environment.{keys[0]} is for agent programs, not for environment.kind=verifiers. Remove it"
     if environment.path != "builtin:verifiers":
         return f"environment.kind=verifiers has no class. Remove environment.path={environment.path}"
-    if config.prompts.kind != "environment":
+    if not config.prompts.from_environment:
         return (
             f"environment.kind=verifiers has tasks of its own, but prompts.kind={config.prompts.kind}. Set "
             "prompts.kind=environment"
@@ -484,7 +490,7 @@ def _weights_problem(config: Settings) -> str | None:
             f"weights.keep={config.weights.keep}: an actor or a starting trainer may still read one of the newest "
             f"{MIN_KEPT_VERSIONS} versions. Set weights.keep={MIN_KEPT_VERSIONS} or more, or 0 to keep all versions"
         )
-    if config.weights.transport == "nccl" and config.placement.share_gpu:
+    if config.weights.traits.is_broadcast and config.placement.share_gpu:
         return (
             "weights.transport=nccl broadcasts between GPUs, but placement.share_gpu=true gives trainer and actor "
             "the same GPU. Set weights.transport=shm"
@@ -496,7 +502,7 @@ def _weights_problem(config: Settings) -> str | None:
             "weights.content=adapters publishes adapters only, but learner.lora_rank=0 trains no adapters. "
             "Set learner.lora_rank too, or weights.content=merged"
         )
-    if config.weights.transport == "nccl":
+    if config.weights.traits.is_broadcast:
         return (
             "weights.transport=nccl broadcasts weights that vLLM's workers load directly, but "
             "weights.content=adapters must be merged first. Set weights.transport=shm or object_store, "

@@ -5,7 +5,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from pipelinerl_core.config.kinds import ENGINE_TRAITS, SCHEDULE_TRAITS, EngineTraits, ScheduleTraits
+from pipelinerl_core.config.kinds import (
+    ENGINE_TRAITS,
+    SCHEDULE_TRAITS,
+    TRANSPORT_TRAITS,
+    EngineKind,
+    EngineTraits,
+    ScheduleKind,
+    ScheduleTraits,
+    Transport,
+    TransportTraits,
+)
 from pipelinerl_core.config.mlflow_login import take_login
 from pipelinerl_core.config.section import Auto, Section
 
@@ -54,7 +64,7 @@ class RolloutsConfig(Section):
 class EngineConfig(Section):
     """The engine inside each actor."""
 
-    kind: Literal["embedded", "vllm"] = "embedded"
+    kind: EngineKind = "embedded"
     """embedded: this project's engine, CPU, any transformers decoder with full attention; vllm: vLLM, GPUs or CPU."""
     concurrency: int = Field(64, ge=1)
     """Sequences that an actor generates at once (its slots). Raise for throughput; more sequences raise the lag."""
@@ -99,7 +109,7 @@ class EngineConfig(Section):
 class ScheduleConfig(Section):
     """When groups are leased, trained and dropped (docs/scheduling.md)."""
 
-    kind: Literal["pipeline", "conventional", "april"] = "pipeline"
+    kind: ScheduleKind = "pipeline"
     """pipeline: generation and training run at the same time; conventional: they alternate, steps_per_phase optimizer
     steps at a time; april: they alternate, with more groups in flight than a step needs; unfinished groups continue
     after the step."""
@@ -127,7 +137,7 @@ class ScheduleConfig(Section):
 class WeightsConfig(Section):
     """How weight versions reach the actors."""
 
-    transport: Literal["shm", "object_store", "nccl"] = "shm"
+    transport: Transport = "shm"
     """shm: shared memory, for one host; object_store: the run's object store, any number of hosts; nccl: one
     broadcast from the trainer's memory to vLLM's workers (over gloo on hosts without a GPU)."""
     broadcast_seconds: float = Field(60.0, gt=0)
@@ -149,6 +159,11 @@ class WeightsConfig(Section):
     """Number of stored versions that stay in the object store, newest first, beside the first and the last version;
     0: all versions. Versions stored with a checkpoint do not count against the versions of durable_every. Raise to
     evaluate or export more old versions; lower for a large model."""
+
+    @property
+    def traits(self) -> TransportTraits:
+        """Of the transport."""
+        return TRANSPORT_TRAITS[self.transport]
 
 
 class CheckpointConfig(Section):

@@ -157,12 +157,9 @@ class Settings(Section):
         kind = changes.get("kind", own["kind"])
         if kind != own["kind"]:
             own = {"system": own["system"]}
-        every_row: dict[str, Any] = {}  # another file or split is held out as a whole
-        if kind == "file" and "path" in changes:
-            every_row = {"held_out_path": changes["path"]}
-        elif kind == "huggingface" and changes.keys() & {"path", "config_name", "split"}:
-            every_row = {"held_out_split": changes.get("split", own.get("split", "train"))}
-        prompts = PROMPTS.validate_python({**own, **every_row, **changes})
+        prompts = PROMPTS.validate_python({**own, **changes})
+        if held_out := prompts.held_out_in(changes):  # another file or split is held out as a whole
+            prompts = PROMPTS.validate_python({**own, **held_out, **changes})
         sets = {"eval": self.eval.model_copy(update={"sets": {}})}
         return self.model_copy(update={"prompts": prompts, "mixture": {}, **sets})
 
@@ -173,7 +170,7 @@ class Settings(Section):
         loss = self.loss
         if not getattr(loss, "skips_zero_advantage", True):
             return "loss.skips_zero_advantage=false"
-        if loss.advantage == "value":
+        if loss.has_value_head:
             return "loss.advantage=value"
         if loss.teacher:
             return f"loss.teacher={loss.teacher}"

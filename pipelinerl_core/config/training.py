@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipelinerl_core.config.kinds import LEARNER_TRAITS, LearnerTraits
+from pipelinerl_core.config.kinds import LEARNER_TRAITS, LearnerKind, LearnerTraits
 from pipelinerl_core.config.section import Auto, Section
 
 
@@ -50,7 +50,7 @@ class TrainerConfig(Section):
 class LearnerConfig(Section):
     """Optimizer and its schedule."""
 
-    kind: Literal["torch", "deepspeed"] = "torch"
+    kind: LearnerKind = "torch"
     """torch: plain PyTorch, all weights on every rank; deepspeed: DeepSpeed ZeRO, for models too large for that."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """deepspeed: state sharded over the ranks. 1: optimizer moments and float32 master weights; 2: gradients too; 3:

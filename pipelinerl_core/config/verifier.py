@@ -5,28 +5,19 @@ from pathlib import Path
 from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.errors import ConfigError
 
-AUTOMATIC = {
-    "sums": "sums",
-    "largest_number": "last_number",
-    "reasoning_gym": "reasoning_gym",
-    "file": "exact_match",
-    "huggingface": "exact_match",
-    "environment": "",
-}
-
 
 def verifier_name(config: RunConfig) -> str:
     """Name of the run's verifier or environment, `auto` resolved; raises ConfigError if the verifier cannot score
     these prompts."""
     if own := _scoring_environment(config) or config.reward.function:
         return Path(own).name
-    prompts, reward = config.prompts.kind, config.reward.kind
+    prompts, reward = config.prompts, config.reward.kind
     if reward == "auto":
-        return AUTOMATIC[prompts]
-    if reward == "reasoning_gym" and prompts != "reasoning_gym":
+        return prompts.verifier
+    if reward == "reasoning_gym" and prompts.verifier != reward:
         raise ConfigError(
-            f"reward.kind=reasoning_gym scores only reasoning-gym tasks, but prompts.kind={prompts}. "
-            f"Set reward.kind=auto (here {AUTOMATIC[prompts]}) or prompts.kind=reasoning_gym"
+            f"reward.kind=reasoning_gym scores only reasoning-gym tasks, but prompts.kind={prompts.kind}. "
+            f"Set reward.kind=auto (here {prompts.verifier}) or prompts.kind=reasoning_gym"
         )
     return reward
 

@@ -52,7 +52,7 @@ def build_environments(config: RunConfig, code: str | None, scorer: Scorer | Non
         judge = _Judge(config, scorer) if scorer else None
         return EnvironmentPool(_program_spec(config), section.workers, judge, limit=section.programs)
     prepare = Prepare(
-        path=_location(section.path, has_rows=config.prompts.kind != "environment"),
+        path=_location(section.path, has_rows=not config.prompts.from_environment),
         code=code,
         options=section.options,
         weights=config.reward.weights,

@@ -20,7 +20,7 @@ def is_filtered(summary: GroupSummary, config: RunConfig) -> bool:
 
     With loss.advantage=turn, rewards of turns give advantages also where the sums are equal.
     """
-    credits_turns = summary.has_turn_rewards and config.loss.advantage == "turn"
+    credits_turns = summary.has_turn_rewards and config.loss.credits_turns
     return config.rollouts.filter_zero_variance and len(set(summary.rewards)) == 1 and not credits_turns
 
 

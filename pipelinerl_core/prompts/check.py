@@ -15,6 +15,7 @@ import numpy as np
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.mixture import naming
+from pipelinerl_core.config.prompts import SumsPrompts
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import PromptSource
 from pipelinerl_core.models.paths import resolve_model_path
@@ -87,7 +88,7 @@ def _check_part(config: RunConfig, source: PromptSource) -> list[str]:
     source.held_out(min(1, config.eval.num_prompts))
     lines = source.summary() if isinstance(source, TableSource) else []
     directory = resolve_model_path(config.model.path)
-    is_known_to_fit = config.prompts.kind == "sums" and not config.model.chat_template
+    is_known_to_fit = isinstance(config.prompts, SumsPrompts) and not config.model.chat_template
     if directory is None or is_known_to_fit or config.environment.path:  # an environment writes its own messages
         return lines
     return [*lines, lengths_line(config, source, load_tokenizer(directory))]

@@ -386,7 +386,7 @@ class EpisodePlayer:
 
 def task_of(config: RunConfig, prompt: Prompt) -> Mapping[str, Any]:
     """What an environment gets: the position of a task of its own, or the row of a prompt with the prompt's text."""
-    return prompt.task if config.prompts.kind == "environment" else {**prompt.task, "prompt": prompt.text}
+    return prompt.task if config.prompts.from_environment else {**prompt.task, "prompt": prompt.text}
 
 
 def _part(whole: Completion, start: int) -> Completion | None:

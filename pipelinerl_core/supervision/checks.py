@@ -344,7 +344,7 @@ def check_space(config: RunConfig, root: str) -> None:
             f"for {_num_durable(config)} durable weight versions of {_size(version_bytes)} and {_KEPT_CHECKPOINTS} "
             "checkpoints. Raise weights.durable_every, lower weights.keep or choose another --root",
         )
-    if config.weights.transport == "shm":
+    if config.weights.traits.uses_shared_memory:
         _require_free(
             SHARED_MEMORY,
             _KEPT_VERSIONS * version_bytes,

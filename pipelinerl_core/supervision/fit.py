@@ -193,7 +193,7 @@ def _trainer(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit
         gpu=(*state, Part(name="activations", num_bytes=activations), Part(name="CUDA", num_bytes=_OVERHEAD_BYTES)),
         limit_bytes=limit if gpus else 0.0,
         host_bytes=snapshots + on_host * ranks + on_cpu + 2 * _GIB * ranks,
-        shared_bytes=_KEPT_VERSIONS * version if config.weights.transport == "shm" else _ENGINE_SHARED_BYTES,
+        shared_bytes=_KEPT_VERSIONS * version if config.weights.traits.uses_shared_memory else _ENGINE_SHARED_BYTES,
     )
 
 

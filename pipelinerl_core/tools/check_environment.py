@@ -71,7 +71,7 @@ def _subject(config: RunConfig) -> str:
 
 
 def _check_tasks(config: RunConfig, subject: str, *, has_tasks: bool) -> None:
-    is_own = config.prompts.kind == "environment"
+    is_own = config.prompts.from_environment
     if has_tasks and not is_own:
         raise ConfigError(
             f"{subject}: the class has tasks of its own, but prompts.kind={config.prompts.kind}. Set "

@@ -26,7 +26,7 @@ def check(config: LossConfig) -> None:
     """Call the loaded functions. Raises ConfigError."""
     if isinstance(config, CustomLoss):
         _check_loss(config)
-    if config.advantage == "custom":
+    if config.has_own_advantages:
         _check_advantages(config)
 
 

@@ -106,7 +106,7 @@ def _small(config: RunConfig) -> dict[str, Any]:
     if config.learner.attention in ("varlen", "flex"):  # for GPUs only
         small["learner.attention"] = "auto"
     if is_missing:
-        transport = "shm" if config.weights.transport == "nccl" else config.weights.transport
+        transport = "shm" if config.weights.traits.is_broadcast else config.weights.transport
         small |= {"engine.kind": "embedded", "weights.transport": transport}
         small |= {"engine.tensor_parallel": 1, "engine.data_parallel": 1}
     elif has_workers:

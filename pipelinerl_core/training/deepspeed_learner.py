@@ -72,7 +72,7 @@ class DeepSpeedLearner:
         self._rate = LearningRate(config)
         self._batcher = batcher
         self._device: torch.device = model.device
-        value_seed = config.seed if config.loss.advantage == "value" else None
+        value_seed = config.seed if config.loss.has_value_head else None
         self._policy = Policy(model, temperature=config.rollouts.temperature, value_seed=value_seed)
         self._parameters = self._policy.trained()
         self._reference = None if reference is None else Policy(reference, temperature=config.rollouts.temperature)

@@ -84,7 +84,7 @@ class TorchLearner:
         self.version = version
         self._config = config
         self._model = model
-        value_seed = config.seed if config.loss.advantage == "value" else None
+        value_seed = config.seed if config.loss.has_value_head else None
         self._policy = Policy(model, temperature=config.rollouts.temperature, value_seed=value_seed)
         self._reference = None if reference is None else Policy(reference, temperature=config.rollouts.temperature)
         self._teacher = None if teacher is None else Policy(teacher, temperature=config.rollouts.temperature)

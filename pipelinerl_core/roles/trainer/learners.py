@@ -116,7 +116,7 @@ class Learners:
         device = rank_device(config, ranks)
         store, where = open_rendezvous(
             ranks.size, seconds, directory=self._directory, host=None if spread is None else own_address(config),
-            sends_weights=config.weights.transport == "nccl" and config.placement.kind == "work_pools",
+            sends_weights=config.weights.traits.is_broadcast and config.placement.kind == "work_pools",
         )  # fmt: skip
         self._rendezvous = store
         rendezvous = RendezvousRecord(

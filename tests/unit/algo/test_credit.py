@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 
 from pipelinerl_core.algo.advantages import (
     ADVANTAGES,
+    decoupled,
     group_mean,
     leave_one_out,
     max_likelihood,
+    over_step,
     per_turn,
     standardized,
 )
@@ -30,6 +32,26 @@ def test_the_advantages_of_max_likelihood_are_divided_by_the_mean():
     assert max_likelihood([1.0, 1.0]) == [0.0, 0.0]
     assert max_likelihood([0.0, 0.0, 0.0]) == [0.0, 0.0, 0.0]
     assert max_likelihood([0.0, -0.5]) == [0.0, 0.0]
+
+
+def test_decoupled_standardizes_each_component_before_the_sum():
+    side = 0.5 / (3**-0.5 + 1e-4)
+    halves = [1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0]
+    assert decoupled(halves, [1.0, 1.0]) == pytest.approx([2 * side, 0.0, 0.0, -2 * side])
+    assert decoupled(halves, [1.0, 2.0]) == pytest.approx([3 * side, side, -side, -3 * side])
+    # A component on a scale of thousands weighs as much as a component of 0 and 1.
+    scaled = [1.0, 0.0, 1.0, 0.0], [1000.0, 1000.0, 0.0, 0.0]
+    assert decoupled(scaled, [1.0, 1.0]) == pytest.approx([2 * side, 0.0, 0.0, -2 * side], abs=1e-3)
+
+
+def test_over_step_divides_by_the_deviation_of_all_rollouts():
+    groups = [[2.0, -2.0], [1.0, 0.0, -1.0]]
+    flat = [2.0, -2.0, 1.0, 0.0, -1.0]
+    expected = [value / (np.std(flat, ddof=1) + 1e-4) for value in flat]
+    first, second = over_step(groups)
+    assert [*first, *second] == pytest.approx(expected)
+    assert second[1] == 0.0
+    assert over_step([[0.0, 0.0], [0.0, 0.0]]) == [[0.0, 0.0], [0.0, 0.0]]
 
 
 def test_the_mean_of_the_group_is_a_smaller_leave_one_out():
