@@ -12,8 +12,9 @@ from pipelinerl_core.config.gym_tasks import evaluating
 from pipelinerl_core.config.sections import ReasoningGymPrompts, RunConfig
 from pipelinerl_core.config.verifier import scored_tasks, verifier_name
 from pipelinerl_core.errors import ConfigError, RewardError
-from pipelinerl_core.rewards.child import ChildSpec, ScoringChild
+from pipelinerl_core.rewards.child import ScoringChild
 from pipelinerl_core.rewards.function import FunctionSpec
+from pipelinerl_core.rewards.worker import ChildSpec
 from pipelinerl_core.sandbox import isolation
 from pipelinerl_core.sandbox.child_process import check_variables
 from pipelinerl_core.types import Completion, FinishReason, Prompt, Score
