@@ -142,6 +142,7 @@ class SupervisedChild(ABC):
                 fields = await self._ready_line(process)
                 self._input = process.stdin
                 self._on_ready(fields)
+                self._flush()  # before the first check of the deadlines
                 is_ready = True
                 self._watch(process)
                 await self._read(process)
