@@ -1,7 +1,6 @@
 """An environment process: its episodes, their deadlines, and the episodes of a process that died."""
 
 import asyncio
-import itertools
 import json
 import logging
 import time
@@ -16,7 +15,7 @@ from pipelinerl_core.environments.worker import MAX_LINE_BYTES, Prepare
 from pipelinerl_core.errors import EnvironmentFailed, EnvironmentTimeout
 from pipelinerl_core.interfaces import EpisodeHost
 from pipelinerl_core.sandbox.child_process import as_line
-from pipelinerl_core.sandbox.supervised import START_SECONDS, SupervisedChild
+from pipelinerl_core.sandbox.supervised import START_SECONDS, Request, SupervisedChild
 from pipelinerl_core.sandbox.user_code import Invalid, checked_components, finite_number
 from pipelinerl_core.types import Played, Reply, RewardComponent, Score, Transcript
 
@@ -56,17 +55,16 @@ class Loaded:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Episode:
-    """One episode, or the scoring of a group of episodes."""
+class _Episode(Request):
+    """One episode, or the scoring of a group of episodes, or a check whether the environment can be loaded."""
 
     task: Mapping[str, Any]
+    is_check: bool = False
     seed: int = 0
     host: EpisodeHost | None = None
-    """None while a group is scored."""
+    """Of an episode."""
     transcripts: Sequence[Transcript] = ()
     """Of the group that is scored."""
-    future: asyncio.Future[Any]
-    """Played, Transcript, or a list of Played."""
     asking: asyncio.Task[None] | None = None
     """The model's turn; None while the environment has the turn."""
     is_playing: bool = False
@@ -81,81 +79,62 @@ class _Episode:
             await asyncio.wait({asking})
 
 
-class EnvironmentProcess(SupervisedChild):
+class EnvironmentProcess(SupervisedChild[_Episode]):
     """Plays episodes in a process.
 
     If the process dies, its episodes are played again from the start: their hosts answer the turns that they know.
     """
 
+    MODULE = "pipelinerl_core.environments.worker"
+    LINE_BYTES = MAX_LINE_BYTES
+    ERROR = EnvironmentFailed
+    NOUN = "the process"
+    LATE = f"the environment was not loaded within {START_SECONDS:g} s"
     CLOSED = "the environment was closed"
 
     def __init__(self, spec: EnvironmentSpec) -> None:
         """The first episode starts the process."""
-        super().__init__(
-            f"environment {spec.name}", "pipelinerl_core.environments.worker", asdict(spec.prepare),
-            variables=spec.variables, max_line_bytes=MAX_LINE_BYTES,
-        )  # fmt: skip
+        super().__init__(f"environment {spec.name}", asdict(spec.prepare), spec.variables)
         self._call_seconds = spec.prepare.call_seconds
-        self._next_id = itertools.count()
-        self._num_ids = 0
-        self._episodes: dict[int, _Episode] = {}
-        self._checks: list[asyncio.Future[Loaded]] = []
         self._running: RunningStep
         self._loaded = Loaded(has_tasks=False, weights={})
         self._is_overdue = False  # the process was killed because one step exceeded its limit
 
-    @property
-    def num_episodes(self) -> int:
-        """Episodes that are played or wait for the process."""
-        return len(self._episodes)
-
     async def play(self, task: Mapping[str, Any], seed: int, host: EpisodeHost) -> Played | Transcript:
         """Play one episode. Raises EnvironmentFailed, or the exception of `host.ask`."""
-        future = asyncio.get_running_loop().create_future()
-        result: Played | Transcript = await self._run(_Episode(task=task, seed=seed, host=host, future=future))
+        result: Played | Transcript = await self._run(task=task, seed=seed, host=host)
         return result
 
     async def score_group(self, task: Mapping[str, Any], transcripts: Sequence[Transcript]) -> list[Played]:
         """Score the episodes of a group. Raises EnvironmentFailed."""
-        future = asyncio.get_running_loop().create_future()
-        result: list[Played] = await self._run(_Episode(task=task, transcripts=transcripts, future=future))
+        result: list[Played] = await self._run(task=task, transcripts=transcripts)
         return result
 
-    async def _run(self, episode: _Episode) -> Any:
-        identity = next(self._next_id)
-        self._num_ids = identity + 1
-        self._episodes[identity] = episode
-        self._start_playing(identity, episode)
-        self._keep_running()
+    async def check(self) -> Loaded:
+        """Start the process if there is none. Raises EnvironmentFailed if the environment cannot be loaded."""
+        result: Loaded = await self._run(task={}, is_check=True)
+        return result
+
+    async def _run(self, **fields: Any) -> Any:
+        """Add an _Episode with these fields, and wait for its result."""
+        identity = self._next_id
+        episode = _Episode(future=asyncio.get_running_loop().create_future(), **fields)
+        self._add(episode)
         try:
+            self._begin(identity, episode)
             return await episode.future
         finally:
-            self._episodes.pop(identity, None)
+            self._requests.pop(identity, None)
             if episode.is_playing:
                 self._send(as_line({"cancel": identity}))
             await episode.end_asking()
 
-    async def check(self) -> Loaded:
-        """Start the process if there is none. Raises EnvironmentFailed if the environment cannot be loaded."""
-        if self._input is not None:
-            return self._loaded
-        loaded: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
-        self._checks.append(loaded)
-        self._keep_running()
-        return await loaded
-
     # ---- start and end of the process ----------------------------------------------------------------------------
-
-    def _has_requests(self) -> bool:
-        return bool(self._episodes or self._checks)
 
     def _new_descriptors(self) -> tuple[int, ...]:
         descriptor = new_descriptor()
         self._running = RunningStep(descriptor)
         return (descriptor,)
-
-    def _late_reason(self) -> str:
-        return f"the environment was not loaded within {START_SECONDS:g} s"
 
     def _on_ready(self, fields: Mapping[str, Any]) -> None:
         match fields:
@@ -166,12 +145,8 @@ class EnvironmentProcess(SupervisedChild):
         if note and note != self._loaded.note:
             logger.info("%s: %s", self._title, note)
         self._loaded = Loaded(has_tasks=has_tasks, weights=checked_components(weights, "weights"), note=note)
-        for check in self._checks:
-            if not check.done():
-                check.set_result(self._loaded)
-        self._checks = []
-        for identity, episode in self._episodes.items():
-            self._start_playing(identity, episode)
+        for identity, episode in self._requests.items():
+            self._begin(identity, episode)
 
     def _seconds_to_check(self) -> float | None:
         _, since = self._running.get()
@@ -182,8 +157,8 @@ class EnvironmentProcess(SupervisedChild):
         """Blame the episode whose code ran; all other episodes are played again."""
         cause, _ = self._running.get()
         is_overdue, self._is_overdue = self._is_overdue, False
-        playing = {identity: one for identity, one in self._episodes.items() if one.is_playing}
-        if 0 <= cause < self._num_ids:
+        playing = {identity: one for identity, one in self._requests.items() if one.is_playing}
+        if 0 <= cause < self._next_id:
             blamed = [playing[cause]] if cause in playing else []  # else the error of the episode was the cause
         else:
             blamed = [one for one in playing.values() if one.asking is None]
@@ -198,7 +173,7 @@ class EnvironmentProcess(SupervisedChild):
             episode.deaths += 1
             if is_overdue and cause >= 0:
                 reason_of_one = f"the environment took more than {limit} and could not be interrupted"
-                self._fail(episode, reason_of_one, is_timeout=True)
+                self._fail_episode(episode, reason_of_one, is_timeout=True)
             elif episode.deaths >= MAX_DEATHS:
                 self._fail(episode, f"{MAX_DEATHS} times during this episode, the process {reason}")
         num_again = sum(not one.future.done() for one in playing.values())
@@ -209,34 +184,29 @@ class EnvironmentProcess(SupervisedChild):
             if episode.host is not None and not episode.future.done():
                 episode.host.restart()
 
-    def _fail_all(self, reason: str) -> None:
-        for episode in self._episodes.values():
-            self._fail(episode, reason)
-        for check in self._checks:
-            if not check.done():
-                check.set_exception(EnvironmentFailed(f"{self._title}: {reason}"))
-        self._checks = []
-
-    def _fail(self, episode: _Episode, reason: str, *, is_timeout: bool = False) -> None:
-        if not episode.future.done():
-            # The scoring of a group is no single episode's fault.
-            kind = EnvironmentTimeout if is_timeout and episode.host is not None else EnvironmentFailed
-            episode.future.set_exception(kind(f"{self._title}: {reason}"))
+    def _fail_episode(self, episode: _Episode, reason: str, *, is_timeout: bool) -> None:
+        # The scoring of a group is no single episode's fault.
+        self._fail(episode, reason, EnvironmentTimeout if is_timeout and episode.host is not None else None)
 
     # ---- lines ---------------------------------------------------------------------------------------------------
 
-    def _start_playing(self, identity: int, episode: _Episode) -> None:
-        if self._input is not None and not episode.is_playing:
-            episode.is_playing = True
-            if episode.host is not None:
-                line = {"play": identity, "seed": episode.seed, "once": episode.host.once}
-            else:
-                line = {
-                    "score": identity,
-                    "transcripts": [one.text for one in episode.transcripts],
-                    "nums_turns": [one.num_turns for one in episode.transcripts],
-                }
-            self._send(as_line({**line, "task": episode.task}))
+    def _begin(self, identity: int, episode: _Episode) -> None:
+        """If the process is ready, send an episode, or answer a check."""
+        if self._input is None:
+            return
+        if episode.is_check:
+            episode.finish(self._loaded)
+            return
+        episode.is_playing = True
+        if episode.host is not None:
+            line = {"play": identity, "seed": episode.seed, "once": episode.host.once}
+        else:
+            line = {
+                "score": identity,
+                "transcripts": [one.text for one in episode.transcripts],
+                "nums_turns": [one.num_turns for one in episode.transcripts],
+            }
+        self._send(as_line({**line, "task": episode.task}))
 
     def _on_lines(self, lines: bytes) -> None:
         """Handle lines of the process; raises Invalid, or what a host raises for a value, if a line is not valid."""
@@ -247,9 +217,9 @@ class EnvironmentProcess(SupervisedChild):
         identity = (
             next((answer[kind] for kind in KINDS if kind in answer), None) if isinstance(answer, dict) else None
         )
-        if type(identity) is not int or not 0 <= identity < self._num_ids:
+        if type(identity) is not int or not 0 <= identity < self._next_id:
             raise Invalid("a line that names no episode")
-        episode = self._episodes.get(identity)
+        episode = self._requests.get(identity)
         if episode is None or episode.future.done() or not episode.is_playing:
             return  # the episode was cancelled meanwhile
         if episode.host is None:
@@ -287,7 +257,7 @@ class EnvironmentProcess(SupervisedChild):
         match answer:
             case {"error": _, "text": str() as text, "timeout": bool() as is_timeout}:
                 episode.is_playing = False
-                self._fail(episode, self._readable(text), is_timeout=is_timeout)
+                self._fail_episode(episode, self._readable(text), is_timeout=is_timeout)
             case _:
                 raise Invalid("a line with wrong fields")
 

@@ -1,7 +1,6 @@
 """A scoring child process: its requests, its answers, their deadlines."""
 
 import asyncio
-import itertools
 import json
 import logging
 import math
@@ -13,104 +12,82 @@ from pipelinerl_core.errors import FunctionRaised, RewardError
 from pipelinerl_core.rewards.forked import CAUSES, TIMEOUT
 from pipelinerl_core.rewards.worker import ChildSpec
 from pipelinerl_core.sandbox.child_process import as_line
-from pipelinerl_core.sandbox.supervised import START_SECONDS, SupervisedChild
+from pipelinerl_core.sandbox.supervised import Request, SupervisedChild
 from pipelinerl_core.sandbox.user_code import Invalid
 from pipelinerl_core.types import RewardComponent, Score
 
 logger = logging.getLogger(__name__)
 
-MAX_RETRIES = 2
-"""Further attempts of a request after the child died, except because of the deadline."""
+MAX_DEATHS = 3
+"""Deaths of the child during one scoring, except because of the deadline, after which the scoring is an error."""
 CONFIRM_SECONDS = 0.05
 """Pause before a second check of an exceeded deadline: if the event loop was blocked, answers may wait to be read."""
 EVALUATION_GRACE_SECONDS = 2.0
 """Time for a child to report its own deadline of an evaluation."""
-REPLY_BYTES = 2048
-"""Maximum length of a child's line."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Request:
+class _Scoring(Request):
     line: bytes
-    future: asyncio.Future[Score]
-    failures: int = 0
+    deaths: int = 0
 
 
-class ScoringChild(SupervisedChild):
+class ScoringChild(SupervisedChild[_Scoring]):
     """Sends requests to a child process, which answers in order of arrival.
 
     The child handles one request at a time: the oldest unanswered request is the current request, since the previous
     answer. If the child dies, the current request is the cause; the others are sent to the next child.
     """
 
+    MODULE = "pipelinerl_core.rewards.worker"
+    LINE_BYTES = 2048
+    ERROR = RewardError
     NOUN = "the child process"
     CLOSED = "the scorer was closed"
 
     def __init__(self, spec: ChildSpec, count_lost: Callable[[str], None]) -> None:
         """The first request starts the child. `count_lost` is called with the cause of each lost scoring."""
-        super().__init__(
-            f"verifier {spec.name}", "pipelinerl_core.rewards.worker", asdict(spec),
-            variables=spec.environment, max_line_bytes=REPLY_BYTES,
-        )  # fmt: skip
+        super().__init__(f"verifier {spec.name}", asdict(spec), spec.environment)
         self._spec = spec
         self._count_lost = count_lost
-        self._ids = itertools.count()
-        self._pending: dict[int, _Request] = {}  # in the child's order
         self._head_started = 0.0
         self._suspect: int | None = None  # the first check found this request over its deadline
         self._overdue: int | None = None  # the request whose deadline led to killing the child
         self._num_lost = 0
 
-    @property
-    def num_pending(self) -> int:
-        """Requests without an answer."""
-        return len(self._pending)
-
     def submit(self, text: str, task: Mapping[str, Any]) -> asyncio.Future[Score]:
         """The future reward: 0 if the deadline passed; RewardError if the scoring failed otherwise."""
-        identity = next(self._ids)
-        line = as_line({"id": identity, "text": text, "task": task})
-        request = _Request(line=line, future=asyncio.get_running_loop().create_future())
-        self._pending[identity] = request
-        self._keep_running()
+        line = as_line({"id": self._next_id, "text": text, "task": task})
+        future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
+        self._add(_Scoring(line=line, future=future))
         self._send(line)
-        return request.future
+        return future
 
     def _flush(self) -> None:
-        if len(self._unsent) == len(self._pending):  # the child was idle until now
+        if len(self._unsent) == len(self._requests):  # the child was idle until now
             self._head_started = asyncio.get_running_loop().time()
         super()._flush()
 
-    def _has_requests(self) -> bool:
-        return bool(self._pending)
-
-    def _late_reason(self) -> str:
-        logger.error("%s: the child was not ready within %s s", self._title, START_SECONDS)
-        return ""
-
     def _on_ready(self, fields: Mapping[str, Any]) -> None:
-        for request in self._pending.values():
+        for request in self._requests.values():
             self._send(request.line)
 
     def _on_lines(self, lines: bytes) -> None:
         """Read complete lines, in the order of the requests; raises Invalid at the first invalid answer."""
         self._head_started = asyncio.get_running_loop().time()
         for answer in _parsed(lines):
-            head = next(iter(self._pending), None)
-            was_sent = len(self._pending) > len(self._unsent)
+            head = next(iter(self._requests), None)
+            was_sent = len(self._requests) > len(self._unsent)
             if head is None or not was_sent or answer.get("id") != head:
                 raise Invalid("the answer does not belong to the current request")
             result = _result(answer)
             if (cause := answer.get("lost")) is not None:
                 self._note_lost(cause)
-            future = self._pending.pop(head).future
-            if future.done():
-                continue  # the caller has cancelled the request
+            request = self._requests.pop(head)
             if isinstance(result, Score):
-                future.set_result(result)
+                request.finish(result)
             else:
-                failure = FunctionRaised if answer.get("raised") else RewardError
-                future.set_exception(failure(f"{self._title}: {self._readable(result)}"))
+                self._fail(request, self._readable(result), FunctionRaised if answer.get("raised") else RewardError)
 
     def _note_lost(self, cause: str) -> None:
         """Count and log a scoring without a result, which counts as a wrong answer because the text caused it."""
@@ -125,7 +102,7 @@ class ScoringChild(SupervisedChild):
 
     def _seconds_to_check(self) -> float | None:
         limit = self._spec.timeout_seconds + (EVALUATION_GRACE_SECONDS if self._spec.forks else 0.0)
-        head = next(iter(self._pending), None)
+        head = next(iter(self._requests), None)
         now = asyncio.get_running_loop().time()
         remaining = limit if head is None else self._head_started + limit - now
         if remaining <= 0 and self._suspect == head:
@@ -139,30 +116,19 @@ class ScoringChild(SupervisedChild):
         if bad_line:
             logger.error("%s: killing the child process: %s", self._title, bad_line)
         overdue, self._overdue = self._overdue, None
-        if not self._pending:
+        if (head := next(iter(self._requests), None)) is None:
             return
-        head = next(iter(self._pending))
-        request = self._pending[head]
+        request = self._requests[head]
         if overdue is not None:
             if overdue == head:  # else its answer arrived while the child was killed
                 self._note_lost(TIMEOUT)
-                del self._pending[head]
-                if not request.future.done():
-                    request.future.set_result(Score(0.0))
+                self._requests.pop(head).finish(Score(0.0))
             return
-        request.failures += 1
+        request.deaths += 1
         logger.warning("%s: child process died (exit code %s)", self._title, exit_code)
-        if request.failures > MAX_RETRIES or request.future.done():
-            self._fail(head, f"the child process died {request.failures} times on this text (exit code {exit_code})")
-
-    def _fail(self, identity: int, reason: str) -> None:
-        future = self._pending.pop(identity).future
-        if not future.done():
-            future.set_exception(RewardError(f"{self._title}: {reason}"))
-
-    def _fail_all(self, reason: str) -> None:
-        for identity in list(self._pending):
-            self._fail(identity, reason)
+        if request.deaths >= MAX_DEATHS or request.future.done():
+            del self._requests[head]
+            self._fail(request, f"the child process died {request.deaths} times on this text (exit code {exit_code})")
 
 
 def _parsed(lines: bytes) -> Iterator[dict[str, Any]]:
@@ -184,7 +150,7 @@ def _result(answer: dict[str, Any]) -> Score | str:
                 return Score(reward)
             if others.keys() == {"components"} and _are_finite(others["components"]):
                 return Score(reward, tuple(RewardComponent(*one) for one in others["components"].items()))
-        case {"id": int(), "error": str() as text, **others} if len(text) <= REPLY_BYTES:
+        case {"id": int(), "error": str() as text, **others} if len(text) <= ScoringChild.LINE_BYTES:
             if not others or others == {"raised": True}:
                 return text
     raise Invalid("a line that is not an answer")

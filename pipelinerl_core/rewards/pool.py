@@ -134,7 +134,7 @@ class ProcessScorer:
             raise RewardError(f"verifier {self._spec.name}: the scorer was closed")
         if prompt.env != self._spec.name:
             raise RewardError(f"verifier {self._spec.name}: the prompt asks for verifier {prompt.env}")
-        child = min(self._children, key=lambda candidate: candidate.num_pending)
+        child = min(self._children, key=lambda candidate: candidate.num_requests)
         return await child.submit(text, _parameters(prompt, completion) if self._spec.is_users else prompt.task)
 
     async def close(self) -> None:
