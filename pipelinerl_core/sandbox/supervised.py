@@ -102,7 +102,7 @@ class SupervisedChild(ABC, Generic[R]):
     # ---- for subclasses ------------------------------------------------------------------------------------------
 
     def _add(self, request: R) -> None:
-        """Store the request `_next_id`, and start a child if there is none. The subclass removes the request."""
+        """Store a request under the id `_next_id`, and start a child if there is none. Subclasses remove requests."""
         self._requests[self._next_id] = request
         self._next_id += 1
         if self._task is None or self._task.done():
