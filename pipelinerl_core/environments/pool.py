@@ -166,7 +166,7 @@ class EnvironmentPool:
     def _process(self) -> EnvironmentProcess:
         if self._is_closed:
             raise EnvironmentFailed(f"environment {self._name}: the environment was closed")
-        return min(self._processes, key=lambda candidate: candidate.num_episodes)
+        return min(self._processes, key=lambda candidate: candidate.num_requests)
 
     async def check(self) -> Loaded:
         """Load the environment in a process. Raises EnvironmentFailed with the reason if it cannot be used."""

@@ -29,10 +29,6 @@ class RunningStep:
         episode, since = _LAYOUT.unpack_from(self._memory)
         return episode, since
 
-    def close(self) -> None:
-        """Release the memory in this process."""
-        self._memory.close()
-
 
 def new_descriptor() -> int:
     """A descriptor of a nameless file for one RunningStep; the caller closes the descriptor."""

@@ -1,6 +1,6 @@
 """The process that plays episodes of a user's environment: JSON lines in, JSON lines out, many episodes at once.
 
-in   {"prepare": {...}}                            once: fields of Prepare
+in   {...}                                         once: fields of Prepare
 out  {"ready": true, "has_tasks": true, "weights": {"solved": 1.0}}        the process is sealed now; or
 out  {"failed": "TypeError: ... (my_env.py:3)"}    and the process ends
 in   {"play": 7, "task": {"index": 3}, "seed": 1, "once": {}}
@@ -23,7 +23,6 @@ input closes, and the kernel kills the process when its parent dies.
 import asyncio
 import json
 import os
-import resource
 import selectors
 import signal
 import sys
@@ -37,9 +36,8 @@ from typing import Any
 from pipelinerl_core.environments.api import Ask, BudgetSpent, Port, Reply, TooLong, json_text
 from pipelinerl_core.environments.loading import UserEnvironment
 from pipelinerl_core.environments.running_step import NO_EPISODE, RunningStep
-from pipelinerl_core.parent_death import die_with_parent
 from pipelinerl_core.sandbox import isolation
-from pipelinerl_core.sandbox.child_process import claim_stdin, claim_stdout, write_all
+from pipelinerl_core.sandbox.child_process import as_line, begin_child, write_all
 from pipelinerl_core.sandbox.user_code import Invalid, failure_line, is_own
 
 BEAT_SECONDS = 0.1
@@ -404,23 +402,18 @@ def _place_of_await(coroutine: Any, file: str) -> str:
 
 def main() -> None:
     """Load the environment, seal the process, play episodes."""
-    parent, descriptor = (int(argument) for argument in sys.argv[1:])
-    die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all processes; the parent handles it
-    requests, answers = claim_stdin(), claim_stdout()
+    requests, answers, fields = begin_child()
+    prepare = Prepare(**fields)
+    descriptor = int(sys.argv[2])
     running = RunningStep(descriptor)
     os.close(descriptor)
-    with open(requests, "rb", closefd=False) as stream:  # the parent sends nothing else before the process is ready
-        prepare = Prepare(**json.loads(stream.readline())["prepare"])
-    resource.setrlimit(resource.RLIMIT_AS, (prepare.memory_bytes, prepare.memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         environment = UserEnvironment(prepare.path, prepare.code, prepare.options, prepare.weights)
         worker = Worker(environment, prepare, running, answers)
         if prepare.is_sealed:
             isolation.seal(isolation.Policy(network=prepare.network, key="environment.isolation"))
     except BaseException as error:  # noqa: BLE001  (a user's module raises anything, also SystemExit)
-        write_all(answers, json.dumps({"failed": failure_line(error)}).encode() + b"\n")
+        write_all(answers, as_line({"failed": failure_line(error)}))
         return
     worker.run(requests)
     os._exit(0)  # tasks and threads of episodes need not end

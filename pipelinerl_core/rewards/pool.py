@@ -13,8 +13,9 @@ from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import ConfigError, RewardError
 from pipelinerl_core.gym.options import TaskOptions, options_of
 from pipelinerl_core.gym.tasks import evaluating, scored_tasks
-from pipelinerl_core.rewards.child import ChildSpec, ScoringChild
+from pipelinerl_core.rewards.child import ScoringChild
 from pipelinerl_core.rewards.function import FunctionSpec
+from pipelinerl_core.rewards.worker import ChildSpec
 from pipelinerl_core.sandbox import isolation
 from pipelinerl_core.sandbox.child_process import check_variables
 from pipelinerl_core.types import Completion, FinishReason, Prompt, Score
@@ -134,7 +135,7 @@ class ProcessScorer:
             raise RewardError(f"verifier {self._spec.name}: the scorer was closed")
         if prompt.env != self._spec.name:
             raise RewardError(f"verifier {self._spec.name}: the prompt asks for verifier {prompt.env}")
-        child = min(self._children, key=lambda candidate: candidate.num_pending)
+        child = min(self._children, key=lambda candidate: candidate.num_requests)
         return await child.submit(text, _parameters(prompt, completion) if self._spec.is_users else prompt.task)
 
     async def close(self) -> None:

@@ -1,6 +1,6 @@
 """The process that runs one verifier: JSON lines in, JSON lines out, one scoring at a time.
 
-in   null                                   once: the argument that prepares the verifier
+in   {...}                                  once: fields of ChildSpec
 out  {"ready": true}                        once, when the verifier is loaded and the process is sealed; or
 out  {"failed": "NameError: name 'x' is not defined (mine.py:3)"}     and the process ends
 in   {"id": 7, "text": "7,15.15", "task": {"answer": "15"}}
@@ -14,74 +14,72 @@ which runs in a fork (forked.py), so that side effects end with the fork. The pr
 the kernel kills the process when its parent dies.
 """
 
-import argparse
 import json
 import os
-import resource
-import signal
-import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from pipelinerl_core.parent_death import die_with_parent
 from pipelinerl_core.rewards import forked
 from pipelinerl_core.rewards.verifiers import Components, Evaluation, Verifier
 from pipelinerl_core.sandbox import isolation
-from pipelinerl_core.sandbox.child_process import claim_stdout, write_all
+from pipelinerl_core.sandbox.child_process import as_line, begin_child, write_all
 from pipelinerl_core.sandbox.user_code import Invalid, failure_line, finite_or_none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildSpec:
+    """Verifier and limits of a scoring child."""
+
+    name: str
+    """Name of the verifier, for messages."""
+    function: str
+    """module:function of the verifier."""
+    timeout_seconds: float
+    """Limit of one scoring, from the time when the child starts the scoring."""
+    memory_bytes: int
+    """Limit of the child's address space."""
+    prepare: Any = None
+    """JSON argument of a verifier that is a class, or of the function `prepare` in the verifier's module; None: do
+    not call `prepare`."""
+    is_users: bool = False
+    """The verifier is a user's function, which gets the prompt's text and the completion's tokens too."""
+    is_sealed: bool = True
+    """Drop access to files, network and processes before the first scoring, as far as the kernel allows."""
+    network: bool = False
+    """A sealed process may open connections."""
+    environment: tuple[str, ...] = ()
+    """Further variables of the actor's environment that the child gets."""
+    forks: bool = False
+    """The verifier may return Evaluations, which run in forks of the child."""
 
 
 def main() -> None:
     """Load the verifier, seal the process, answer requests."""
-    arguments = _arguments()
-    die_with_parent(arguments.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all processes; the parent handles it
-    replies = claim_stdout()
-    resource.setrlimit(resource.RLIMIT_AS, (arguments.memory_bytes, arguments.memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    requests, replies, fields = begin_child()
+    spec = ChildSpec(**fields)
     try:
-        verifier, warm_up = _loaded(arguments.verifier, json.loads(sys.stdin.buffer.readline()))
+        verifier, warm_up = _loaded(spec.function, spec.prepare)
+        limits = forked.Limits(
+            seconds=spec.timeout_seconds,
+            memory_bytes=min(spec.memory_bytes, isolation.address_space_bytes() + isolation.EVALUATION_BYTES),
+            null=os.open(os.devnull, os.O_RDWR),
+        )
+        if spec.is_sealed:
+            isolation.seal(isolation.Policy(forks=spec.forks, network=spec.network))
     except Exception as error:  # noqa: BLE001  (a user's module raises anything)
-        _refuse(replies, error)
+        write_all(replies, as_line({"failed": failure_line(error)}))
         return
-    limits = forked.Limits(
-        seconds=arguments.timeout_seconds,
-        memory_bytes=min(arguments.memory_bytes, isolation.address_space_bytes() + isolation.EVALUATION_BYTES),
-        null=os.open(os.devnull, os.O_RDWR),
-    )
     evaluator = forked.Evaluator(lambda line: _evaluation(verifier, line), warm_up, limits)
-    try:
-        if arguments.seal:
-            isolation.seal(isolation.Policy(forks=arguments.forks, network=arguments.network))
-    except RuntimeError as error:  # a module that the verifier imports has started threads
-        _refuse(replies, error)
-        return
-    write_all(replies, b'{"ready":true}\n')
-    if arguments.forks:
+    write_all(replies, as_line({"ready": True}))
+    if spec.forks:
         evaluator.start_next()
-    for line in sys.stdin.buffer:
-        reply = _reply(verifier, line, evaluator)
-        write_all(replies, json.dumps(reply).encode() + b"\n")  # unbuffered: resets the parent's deadline
-        if arguments.forks:
-            evaluator.start_next()
-
-
-def _refuse(replies: int, error: Exception) -> None:
-    """Tell the parent why the verifier cannot be used."""
-    write_all(replies, json.dumps({"failed": failure_line(error)}).encode() + b"\n")
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--verifier", required=True, help="module:function")
-    parser.add_argument("--timeout-seconds", type=float, required=True, help="limit of one evaluation")
-    parser.add_argument("--memory-bytes", type=int, required=True, help="limit of the address space")
-    parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
-    parser.add_argument("--seal", action="store_true", help="drop all permissions that a verifier does not need")
-    parser.add_argument("--forks", action="store_true", help="the verifier evaluates")
-    parser.add_argument("--network", action="store_true", help="the verifier opens connections")
-    return parser.parse_args()
+    with open(requests, "rb") as stream:
+        for line in stream:
+            write_all(replies, as_line(_reply(verifier, line, evaluator)))  # unbuffered: resets the parent's deadline
+            if spec.forks:
+                evaluator.start_next()
 
 
 def _loaded(location: str, prepare: Any) -> tuple[Verifier, Callable[[], object]]:

@@ -1,10 +1,15 @@
-"""The environment variables of a child process with a user's code, and text that such a process sends."""
+"""A child process with a user's code: its environment variables, its first steps, and the lines that it sends."""
 
+import json
 import os
+import resource
+import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.parent_death import die_with_parent
 
 PASSED_ON = ("HOME", "TMPDIR", "PYTHONHASHSEED")
 """Variables of the actor's environment that a child gets: directories of libraries' caches, and the seed of Python's
@@ -49,20 +54,29 @@ def printable(text: str) -> str:
     return "".join(letter for letter in text if letter.isprintable())
 
 
-def claim_stdout() -> int:
-    """In the child: a private descriptor for the answers; afterwards, prints of the user's code go to stderr."""
-    answers = os.dup(1)
-    os.dup2(2, 1)
-    return answers
+def begin_child() -> tuple[int, int, dict[str, Any]]:
+    """In the child, before anything else: descriptors of its requests and its answers, and the first line.
 
-
-def claim_stdin() -> int:
-    """In the child: a private descriptor for the requests; afterwards, the user's code reads an empty input."""
-    requests = os.dup(0)
+    The child ends with its parent, and gets the limit `memory_bytes` of the first line. Afterwards, the user's code
+    reads an empty input, and its prints go to stderr.
+    """
+    die_with_parent(int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all processes; the parent handles it
+    requests, answers = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    return requests
+    os.dup2(2, 1)
+    with open(requests, "rb", closefd=False) as stream:  # the parent sends nothing else before the child is ready
+        prepare = json.loads(stream.readline())
+    resource.setrlimit(resource.RLIMIT_AS, (prepare["memory_bytes"], prepare["memory_bytes"]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    return requests, answers, prepare
+
+
+def as_line(value: Any) -> bytes:
+    """A value as a line of JSON."""
+    return json.dumps(value).encode() + b"\n"
 
 
 def write_all(descriptor: int, data: bytes) -> None:

@@ -10,8 +10,8 @@ from reasoning_gym.factory import create_dataset
 from pipelinerl_core.gym.options import TaskOptions
 from pipelinerl_core.gym.tasks import GATES
 from pipelinerl_core.prompts.gym import with_tagged_tuples
-from pipelinerl_core.rewards.child import ChildSpec
 from pipelinerl_core.rewards.pool import VERIFIERS, ProcessScorer
+from pipelinerl_core.rewards.worker import ChildSpec
 from pipelinerl_core.sandbox import isolation
 from pipelinerl_core.types import Prompt
 

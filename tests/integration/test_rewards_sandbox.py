@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from pipelinerl_core.errors import RewardError
-from pipelinerl_core.rewards.child import ChildSpec
 from pipelinerl_core.rewards.pool import ProcessScorer
+from pipelinerl_core.rewards.worker import ChildSpec
 from pipelinerl_core.sandbox import isolation
 from pipelinerl_core.types import Prompt
 

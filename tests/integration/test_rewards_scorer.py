@@ -14,8 +14,8 @@ import pytest
 from pipelinerl_core.errors import RewardError
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts import build_source
-from pipelinerl_core.rewards.child import ChildSpec
 from pipelinerl_core.rewards.pool import ProcessScorer, build_scorer
+from pipelinerl_core.rewards.worker import ChildSpec
 from pipelinerl_core.types import Prompt
 
 pytestmark = pytest.mark.slow
@@ -340,7 +340,7 @@ def test_a_busy_child_dies_with_its_killed_parent(tmp_path):
     (tmp_path / "obedient.py").write_text(VERIFIER)
     program = f"""
 import asyncio
-from pipelinerl_core.rewards.child import ChildSpec
+from pipelinerl_core.rewards.worker import ChildSpec
 from pipelinerl_core.rewards.pool import ProcessScorer
 from pipelinerl_core.types import Prompt
 
