@@ -69,13 +69,13 @@ class Metric:
         return tuple(f"{self.prometheus}{end}" for end in ends) if self.prometheus else ()
 
 
-_ROLE_HELP = "<role>: flow, hub, trainer, an actor's name or evaluator, with all processes below it."
+_ROLE_HELP = "<role>: flow, hub, trainer, evaluator or an actor's name, with all processes below."
 _SYSTEM = (
     ("cpu_utilization_percentage", "%", "mean", "All cores of the host together."),
     ("system_memory_usage_megabytes", "MB", "value", "Used memory of the host."),
     ("system_memory_usage_percentage", "%", "value", "Used memory of the host."),
     ("<role>/cpu_utilization_percentage", "% of a core", "mean", _ROLE_HELP),
-    ("<role>/memory_usage_megabytes", "MB", "sum", "Resident memory; shared pages are counted in each process."),
+    ("<role>/memory_usage_megabytes", "MB", "sum", "Resident memory; shared pages count in each process."),
     ("gpu_<index>_utilization_percentage", "%", "value", "As reported by nvidia-smi."),
     ("gpu_<index>_memory_usage_megabytes", "MB", "value", "As reported by nvidia-smi."),
     ("gpu_<index>_memory_usage_percentage", "%", "value", "As reported by nvidia-smi."),
@@ -83,29 +83,28 @@ _SYSTEM = (
 )
 
 _LENGTH_HELP = {
-    "generated": "Completion length of the tokens that have arrived; tokens in flight have no length yet.",
-    "trained": "The same for trained tokens; about equal to length/mean_generated without a length bias.",
-    "masked": "The same for tokens that the lag rule masked.",
-    "dropped": "The same for tokens of groups that the lag rule dropped.",
+    "generated": "Completion length of an average token that has arrived.",
+    "trained": "The same for trained tokens; without a length bias, about equal.",
+    "masked": "For tokens that the lag rule masked.",
+    "dropped": "For tokens of groups that the lag rule dropped.",
 }
 
 
 def _length_metrics() -> list[Metric]:
-    since = "tokens booked since the previous reservation"
+    since = "tokens since the previous reservation"
     found = []
     for word, text in _LENGTH_HELP.items():
         found.append(Metric(f"length/mean_{word}", "tokens", f"mean over {since}", text, "tracker"))
         for third in ("first", "last"):
-            text = f"In the {third} third of their completion; 1/3 without a bias."
+            text = f"In the {third} third of a completion; unbiased: 1/3."
             found.append(Metric(f"length/{third}_third_{word}", "share", f"share of {since}", text, "tracker"))
     return found
 
 
 _DIFFERENCE_HELP = {
-    "mismatch": "Tokens of lag 0 in rollouts without older tokens: the same weights, but engine and trainer differ.",
-    "stale_kv": "Tokens of lag 0 after older ones of their rollout: mismatch, and with engine.kv=keep the effect of "
-    "keys and values that older weights computed.",
-    "staleness": "Tokens of lag 1 and more: mismatch, stale keys and values, and the change of the policy since.",
+    "mismatch": "Tokens of lag 0 without older tokens before them: engine and trainer differ.",
+    "stale_kv": "Tokens of lag 0 after older tokens: mismatch, and with engine.kv=keep old keys and values.",
+    "staleness": "Tokens of lag 1 and more: both of these, and the change of the policy.",
 }
 
 
@@ -113,9 +112,9 @@ def _difference_metrics() -> list[Metric]:
     found = []
     for cause, text in _DIFFERENCE_HELP.items():
         size = f"Absolute difference of trainer and rollout log-probability. {text}"
-        found.append(Metric(f"{cause}/abs", "nats", "mean over such trained tokens", size))
-        signed = "Like importance/kl, which is the mean over all three kinds of token."
-        found.append(Metric(f"{cause}/kl", "nats", "mean over the same tokens", signed))
+        found.append(Metric(f"{cause}/abs", "nats", "mean over such tokens", size))
+        signed = "As importance/kl."
+        found.append(Metric(f"{cause}/kl", "nats", "mean over such tokens", signed))
     return found
 
 
@@ -134,45 +133,44 @@ _ACTOR, _TRAINER, _HUB = ("actor",), ("trainer",), ("hub",)
 _OPERATIONS = ("put", "get", "list", "exists", "delete")
 
 _DECLARED = (
-    Metric("reward/mean", "reward", "mean over scored rollouts", "Training reward of the step."),
-    Metric("reward/std", "reward", "population standard deviation over scored rollouts", "Spread of the reward."),
+    Metric("reward/mean", "reward", "mean over scored rollouts", "Training reward."),
+    Metric("reward/std", "reward", "standard deviation over scored rollouts", "Spread of the reward."),
     Metric("rollout/length_mean", "tokens", "mean over rollouts", "Completion length."),
     Metric("rollout/length_p995", "tokens", "99.5th percentile over rollouts",
-           "Length of the longest completions; a synchronous schedule would wait for these."),
+           "Length of the longest completions."),
     Metric("lag/mean", "optimizer steps", "mean over trained tokens",
-           "Lag of the trained tokens: step n trains a token of version v at lag n - 1 - v. Tokens beyond "
-           "schedule.max_lag are masked and not counted."),
+           "Step n trains a token of version v at lag n - 1 - v. Masked tokens are not counted."),
     Metric("lag/p99", "optimizer steps", "99th percentile over trained tokens", "Lag of the oldest tokens."),
     Metric("lag/max", "optimizer steps", "maximum over trained tokens", "Never above schedule.max_lag."),
     Metric("lag/short_mean", "optimizer steps", "mean over sampled tokens",
-           "Of the shorter half of the step's rollouts; halves by classes of length, four per doubling."),
+           "Of the shorter half of the step's rollouts."),
     Metric("lag/long_mean", "optimizer steps", "mean over sampled tokens", "Of the longer half."),
     Metric("train/short_refused_fraction", "share", "mean over sampled tokens",
-           "Tokens of the shorter half that the lag rule masks, or whose ratio the loss truncates or clips."),
+           "Tokens of the shorter half that the lag rule masks, or the loss truncates or clips."),
     Metric("train/long_refused_fraction", "share", "mean over sampled tokens",
-           "Of the longer half; three times the share of the shorter half is named in status and report."),
+           "Of the longer half; from three times the shorter half on, status and report say so."),
     Metric("importance/ess", "share", "(sum w)^2 / (n sum w^2) over sampled tokens",
-           "Effective sample size of the untruncated token ratios: 1 is on-policy."),
+           "Effective sample size of untruncated ratios: 1 is on-policy."),
     Metric("importance/ess_sequence", "share", "the same over rollouts", "Ratio of a rollout: the product."),
     Metric("importance/sequence_tokens", "tokens", "mean over rollouts", "Sampled tokens in the ratio of a rollout."),
     Metric("importance/ratio_mean", "ratio", "mean over trained tokens", "Trainer over rollout probability."),
     Metric("importance/ratio_clipped_fraction", "share", "mean over trained tokens",
            "Tokens whose ratio the loss truncates, clips or masks."),
     Metric("importance/kl", "nats", "mean over trained tokens",
-           "Rollout log-probability minus trainer log-probability: the change of the policy since sampling (k1)."),
+           "Rollout minus trainer log-probability: the change of the policy since sampling (k1)."),
     *_difference_metrics(),
     Metric("rescored/mismatch", "nats", "mean over compared tokens without older context",
-           "Absolute difference of the engine's log-probability and the trainer's under the same version. Above "
-           "twice rescored/healthy, an engine samples from other weights than its tokens name."),
+           "Absolute difference of engine and trainer log-probability under the same version. Above twice "
+           "rescored/healthy, an engine samples from other weights than its tokens name."),
     Metric("rescored/healthy", "nats", "value",
-           "The same of healthy engines: the median actor at the start of the run, then followed slowly."),
+           "The same of healthy engines: the median actor at the start, then followed slowly."),
     Metric("rescored/stale_kv", "nats", "mean over compared tokens with older context",
-           "The same after a swap within the rollout: with engine.kv=keep the effect of old keys and values."),
+           "The same after a swap within the rollout."),
     Metric("rescored/staleness", "nats", "mean over compared tokens of earlier versions",
            "Absolute difference of the policy before the step and the version that sampled the token."),
     Metric("rescored/tokens", "tokens", "sum", "Tokens that the step compared (trainer.rescore_share)."),
     Metric("rescored/gone_tokens", "tokens", "sum over all rollouts of the step",
-           "Tokens that could not be compared: the trainer no longer has their version (trainer.rescore_bytes)."),
+           "Tokens whose version the trainer no longer has (trainer.rescore_bytes)."),
     Metric("rescored/kept_bytes", "bytes", "value", "Earlier versions in the trainer's memory."),
     Metric("rescored/alarms", "actors", "count", "Actors whose engine does not sample from the versions it names."),
     Metric("policy/entropy", "nats", "mean over sampled tokens", "Entropy of the trainer's distribution."),
@@ -180,17 +178,17 @@ _DECLARED = (
     Metric("policy/kl_ref", "nats", "mean over trained tokens",
            "Divergence from loss.ref_model, if any (k3; times the ratio with loss.kl_weighted)."),
     Metric("policy/kl_start", "nats", "mean over the tokens of up to 64 rollouts",
-           "Divergence of the evaluated versions from version 0 (k3), on rollouts of the step before."),
+           "Divergence of the evaluated versions from version 0 (k3)."),
     Metric("policy/kl_teacher", "nats", "mean over trained tokens",
-           "Trainer minus teacher log-probability, with loss.teacher (k1): 0 for a student equal to the teacher."),
+           "Trainer minus teacher log-probability, with loss.teacher (k1)."),
     Metric("control/lr_factor", "factor", "value",
-           "Factor of the learning rate by learner.ess_scaling; below 1 the control acted."),
+           "Factor of learner.ess_scaling; below 1 the control acted."),
     Metric("control/negative_masked_fraction", "share", "mean over trained tokens",
            "Left out by loss.negative_kl_max."),
     Metric("control/kl_corrected_fraction", "share", "mean over trained tokens",
-           "With a weight off 1 by more than 0.01 in the KL term, by loss.kl_weighted."),
+           "Weight off 1 by more than 0.01 in the KL term (loss.kl_weighted)."),
     Metric("control/overlong_fraction", "share", "mean over sampled tokens",
-           "In truncated completions, which loss.overlong_filtering leaves out."),
+           "Left out by loss.overlong_filtering."),
     Metric("train/loss", "loss", "sum of loss_weight * loss over tokens", "The objective of the step."),
     Metric("train/grad_norm", "norm", "global norm", "Before clipping."),
     Metric("train/learning_rate", "rate", "value", "Of the step, with the factor of learner.ess_scaling."),
@@ -199,34 +197,34 @@ _DECLARED = (
     Metric("train/masked_stale_tokens", "tokens", "sum", "Sampled tokens that the lag rule masked."),
     Metric("train/pack_fill", "share", "used over budget of the packs", "How full the forward passes were."),
     Metric("train/quarantined_groups", "groups", "sum",
-           "Groups that were quarantined at the step, because loss or gradient was not finite, before it was taken."),
+           "Groups quarantined at the step: loss or gradient was not finite."),
     Metric("train/num_packs", "packs", "count", "Forward passes of the step."),
     Metric("time/compute_seconds", "seconds", "value", "Forward, backward and optimizer."),
     Metric("time/reserve_wait_seconds", "seconds", "value", "Time the trainer waited for its groups."),
     Metric("time/prepare_seconds", "seconds", "value",
-           "From the rows of the step to its first forward pass: advantages, packs, rows to other ranks. GPUs idle."),
+           "From the rows of the step to its first forward pass; GPUs idle."),
     Metric("time/cpu_seconds", "seconds", "running total", "CPU time of the trainer's process."),
     Metric("time/rescore_cpu_seconds", "seconds", "value",
-           "CPU time of the trainer's main thread for scoring rollouts again (trainer.rescore_share)."),
+           "CPU time for scoring rollouts again (trainer.rescore_share)."),
     Metric("time/commit_seconds", "seconds", "value",
-           "From the end of compute to the commit: uploads and publication."),
+           "From the end of compute to the commit."),
     Metric("rollouts/multi_version_fraction", "share", "mean over rollouts",
-           "Rollouts whose tokens were sampled by two or more weight versions."),
+           "Rollouts of two or more weight versions."),
     Metric("rollouts/max_versions", "versions", "maximum over rollouts", "Most versions in one rollout."),
     Metric("rollouts/error_fraction", "share", "errors over all rollouts of the step's groups",
-           "Rollouts that could not be scored, which have no reward and are not trained."),
+           "Rollouts without a reward, which are not trained."),
     Metric("environment/turns", "turns", "mean over rollouts", "Turns of the model."),
     Metric("environment/given_fraction", "share", "mean over completion tokens",
-           "Completion tokens that the environment gave, which carry no loss."),
+           "Tokens of the environment, which carry no loss."),
     Metric("environment/timeout_fraction", "share", "mean over rollouts",
-           "Rollouts whose environment took too long; their reward is environment.timeout_reward."),
+           "The environment took too long (environment.timeout_reward)."),
     Metric("progress/samples", "rollouts", "running total", "Rollouts trained so far; an x axis."),
     Metric("progress/tokens", "tokens", "running total", "Completion tokens trained on so far; an x axis."),
     Metric("progress/seconds", "seconds", "value", "Wall clock since the run began; an x axis."),
     Metric("weights/published_seconds", "seconds", "value", "Serialising and publishing the version."),
     Metric("weights/bytes", "bytes", "sum over files", "Size of the published version."),
     Metric("eval/accuracy", "reward", "mean over held-out prompts",
-           "Mean reward of eval.samples completions; step = version. A set of eval.sets has eval/<set>/accuracy etc.",
+           "Of eval.samples completions; step = version. A set of eval.sets has eval/<set>/accuracy.",
            "evaluator"),
     Metric("eval/accuracy_low", "reward", "value", "Lower end of the 95 % confidence interval.", "evaluator"),
     Metric("eval/accuracy_high", "reward", "value", "Upper end of the 95 % confidence interval.", "evaluator"),
@@ -236,21 +234,21 @@ _DECLARED = (
     Metric("eval/mean_tokens", "tokens", "mean over held-out prompts", "Length of the answers.", "evaluator"),
     Metric("eval/lag", "steps", "value", "Optimizer steps from the version to the end of its evaluation.",
            "evaluator"),
-    Metric("actor/running_mean", "sequences", "mean over the time between two reservations, summed over actors",
+    Metric("actor/running_mean", "sequences", "mean since the previous reservation, summed over actors",
            "Sequences in flight.", "tracker"),
-    Metric("actor/tokens_per_second", "tokens/s", "tokens over the time between two reservations, summed over actors",
+    Metric("actor/tokens_per_second", "tokens/s", "mean since the previous reservation, summed over actors",
            "Speed of generation.", "tracker"),
-    Metric("swap/pause_seconds_max", "seconds", "maximum over the swaps reported since the previous commit",
+    Metric("swap/pause_seconds_max", "seconds", "maximum over swaps since the previous commit",
            "Longest pause of an engine for a swap.", "tracker"),
     Metric("weights/live_min", "version", "minimum over actors", "Oldest version that sampled at the reservation.",
            "tracker"),
     Metric("weights/live_max", "version", "maximum over actors", "Newest version that sampled at the reservation.",
            "tracker"),
     Metric("environment/replayed_tokens", "tokens", "sum since the previous reservation",
-           "Tokens of earlier plays that were used again, after the end of an actor or of an environment process.",
+           "Tokens of earlier plays that were used again after a takeover.",
            "tracker"),
     Metric("environment/dropped_tokens", "tokens", "sum since the previous reservation",
-           "Tokens of earlier plays that were sampled again, because the environment acted differently.", "tracker"),
+           "Tokens sampled again because the environment acted differently.", "tracker"),
     Metric("tokens/generated", "tokens", "running total", "Completion tokens that actors sampled.", "tracker"),
     Metric("tokens/trained", "tokens", "running total", "Those with a gradient in a committed step.", "tracker"),
     Metric("tokens/masked_stale", "tokens", "running total", "Masked by the lag rule in a trained group.", "tracker"),
@@ -258,31 +256,31 @@ _DECLARED = (
     Metric("tokens/filtered", "tokens", "running total", "In groups whose rewards were all equal.", "tracker"),
     Metric("tokens/failed", "tokens", "running total", "In groups that could not be scored.", "tracker"),
     Metric("tokens/quarantined", "tokens", "running total",
-           "In groups of a step whose loss or gradient was not finite.", "tracker"),
+           "In groups of a quarantined step.", "tracker"),
     Metric("tokens/superseded", "tokens", "running total", "Sampled again by a later attempt.", "tracker"),
     Metric("tokens/in_flight", "tokens", "value", "In groups that are not finished.", "tracker"),
     Metric("tokens/ready", "tokens", "value", "In finished groups that no commit has taken.", "tracker"),
     Metric("length/bias", "ratio", "mean length of trained over generated tokens",
-           "Below 1, long completions are lost on the way to the trainer. One step is noisy; see the report.",
+           "Below 1, long completions are lost. One step is noisy; see the report.",
            "tracker"),
     *_length_metrics(),
     Metric("wait/engine_seconds", "seconds", "sum since the previous reservation",
            "The trainer waited for groups that were being generated.", "tracker"),
     Metric("wait/window_seconds", "seconds", "sum since the previous reservation",
-           "The trainer waited while the full window kept slots empty (weighted by the share of empty slots).",
+           "The full window kept slots empty (weighted by their share).",
            "tracker"),
     Metric("wait/stale_wait_seconds", "seconds", "sum since the previous reservation",
-           "Enough groups were ready, but schedule.stale=wait held the step back.", "tracker"),
+           "schedule.stale=wait held the step back.", "tracker"),
     Metric("wait/actors_seconds", "seconds", "sum over actors since the previous reservation",
-           "Engine time lost to slots that were empty because no group was granted.", "tracker"),
+           "Engine time lost to slots without a group.", "tracker"),
     Metric("part/<part>/reward", "reward", "mean over scored rollouts", "Of one part of a mixture.", "tracker"),
     Metric("part/<part>/length_mean", "tokens", "mean over rollouts", "Completion length of the part.", "tracker"),
     Metric("part/<part>/turns", "turns", "mean over rollouts", "Turns of the model in the part.", "tracker"),
     Metric("part/<part>/rollouts", "rollouts", "count", "Rollouts of the part in the step's groups.", "tracker"),
     Metric("part/<part>/error_fraction", "share", "errors over rollouts of the step's groups",
-           "Rollouts of the part without a reward; failed groups are not among them.", "tracker"),
+           "Rollouts of the part without a reward, outside of failed groups.", "tracker"),
     Metric("part/<part>/component/<component>", "reward", "mean over scored rollouts",
-           "Component of the reward of the part, before its weight.", "tracker"),
+           "Component of the reward, before its weight.", "tracker"),
     *(Metric(f"part/<part>/groups_{fate}", "groups", "running total", f"Groups of the part with fate {fate}.",
              "tracker") for fate in Fate),
     *(Metric(f"system/{key}", unit, how, text, "system") for key, unit, how, text in _SYSTEM),
@@ -318,7 +316,7 @@ _DECLARED = (
     _role("gauge", "hub_peers", _HUB, "Open exchanges: actors and the trainer."),
     _role("counter", "actor_rollouts_total", _ACTOR, "Rollouts by outcome.", ("outcome",), ("scored", "error")),
     _role("counter", "actor_lost_scorings_total", _ACTOR,
-          "Scorings without a result, which count as wrong answers: deadline exceeded, or the process died.",
+          "Scorings without a result, which count as wrong answers.",
           ("cause",), ("timeout", "died")),
     _role("counter", "actor_tokens_total", _ACTOR, "Completion tokens of finished rollouts."),
     _role("counter", "actor_groups_total", _ACTOR, "Groups by answer of the hub.", ("answer",),
@@ -330,15 +328,15 @@ _DECLARED = (
     _role("histogram", "actor_generation_seconds", _ACTOR, "Generation of the longest rollout of a group."),
     _role("histogram", "actor_scoring_seconds", _ACTOR, "From last token to reward, the slowest rollout of a group."),
     _role("histogram", "actor_swap_pause_seconds", _ACTOR, "Time without sampling at a swap of weights."),
-    _role("histogram", "actor_weight_update_seconds", _ACTOR, "From announcement of a version to sampling from it."),
+    _role("histogram", "actor_weight_update_seconds", _ACTOR, "From announcement of a version to sampling."),
     _role("histogram", "trainer_step_seconds", _TRAINER, "Forward, backward and optimizer of a step."),
     _role("histogram", "trainer_wait_seconds", _TRAINER, "Waiting for the groups of a step."),
     _role("histogram", "trainer_commit_seconds", _TRAINER, "From the start of publishing a step to its commit."),
     _role("counter", "trainer_tokens_total", _TRAINER, "Completion tokens of trained rollouts."),
     _role("counter", "trainer_quarantined_groups_total", _TRAINER,
-          "Groups of steps whose loss or gradient was not finite."),
+          "Groups of quarantined steps."),
     _role("histogram", "trainer_lag_steps", _TRAINER,
-          "Lag of the oldest token of each trained rollout, in optimizer steps.", buckets=_LAGS),
+          "Lag of the oldest token of each trained rollout.", buckets=_LAGS),
     _role("gauge", "trainer_checkpoint_age_seconds", _TRAINER, "Age of the newest checkpoint."),
 )  # fmt: skip
 
