@@ -82,25 +82,6 @@ _SYSTEM = (
     ("gpu_<index>_power_usage_watts", "W", "value", "As reported by nvidia-smi."),
 )
 
-_LENGTH_HELP = {
-    "generated": "Completion length of an average token that has arrived.",
-    "trained": "The same for trained tokens; without a length bias, about equal.",
-    "masked": "For tokens that the lag rule masked.",
-    "dropped": "For tokens of groups that the lag rule dropped.",
-}
-
-
-def _length_metrics() -> list[Metric]:
-    since = "tokens since the previous reservation"
-    found = []
-    for word, text in _LENGTH_HELP.items():
-        found.append(Metric(f"length/mean_{word}", "tokens", f"mean over {since}", text, "tracker"))
-        for third in ("first", "last"):
-            text = f"In the {third} third of a completion; unbiased: 1/3."
-            found.append(Metric(f"length/{third}_third_{word}", "share", f"share of {since}", text, "tracker"))
-    return found
-
-
 _DIFFERENCE_HELP = {
     "mismatch": "Tokens of lag 0 without older tokens before them: engine and trainer differ.",
     "stale_kv": "Tokens of lag 0 after older tokens: mismatch, and with engine.kv=keep old keys and values.",
@@ -263,7 +244,12 @@ _DECLARED = (
     Metric("length/bias", "ratio", "mean length of trained over generated tokens",
            "Below 1, long completions are lost. One step is noisy; see the report.",
            "tracker"),
-    *_length_metrics(),
+    Metric("length/mean_<class>", "tokens", "mean over tokens since the previous reservation",
+           "Completion length of an average token. Classes: generated, trained, masked, dropped.", "tracker"),
+    Metric("length/first_third_<class>", "share", "share of tokens since the previous reservation",
+           "In the first third of a completion; unbiased: 1/3.", "tracker"),
+    Metric("length/last_third_<class>", "share", "share of tokens since the previous reservation",
+           "In the last third of a completion; unbiased: 1/3.", "tracker"),
     Metric("wait/engine_seconds", "seconds", "sum since the previous reservation",
            "The trainer waited for groups that were being generated.", "tracker"),
     Metric("wait/window_seconds", "seconds", "sum since the previous reservation",
