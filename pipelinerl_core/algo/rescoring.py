@@ -41,7 +41,7 @@ _MIN_TOKENS = 32
 _LARGEST = 40.0
 # One comparison counts as at most this many tokens: many tokens of few rollouts are not independent.
 _MOST_TOKENS = 64
-# The sum at which the alarm begins. On recorded streams healthy engines reach a quarter (docs/off-policy.md).
+# The sum at which the alarm begins. On recorded streams healthy engines reach less than half (docs/off-policy.md).
 _LIMIT = 200.0
 
 

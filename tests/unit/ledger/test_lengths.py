@@ -73,7 +73,7 @@ def test_training_splits_by_the_lag_rule():
 
 
 def test_short_completions_of_a_group_become_stale_with_the_longest():
-    # The example of docs/scheduling.md: at step 4 versions 0 and 1 have lags 3 and 2.
+    # At step 4 versions 0 and 1 have lags 3 and 2.
     rollouts = [
         make_rollout(rollout_index=0, spans=[(0, 0, 6)]),
         make_rollout(rollout_index=1, spans=[(0, 0, 4), (1, 4, 8), (2, 8, 12)]),

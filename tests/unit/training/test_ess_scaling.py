@@ -52,7 +52,7 @@ def test_the_reference_grows_with_the_length_of_the_rollouts():
 
 
 def test_noise_of_bfloat16_on_long_rollouts_does_not_lower_the_rate():
-    # Lengths of docs/scheduling.md: lognormal, and step 1 has the groups that ended first, a third as long.
+    # Lognormal lengths, and step 1 has the groups that ended first, a third as long.
     generator = np.random.default_rng(0)
 
     def on_policy(mean_tokens):
