@@ -50,12 +50,12 @@ def difference_metrics(sums: Sequence[float]) -> dict[str, float]:
 
     A cause without a token is left out.
     """
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for place, cause in enumerate(CAUSES):
         total_abs, total_kl, num_tokens = sums[3 * place : 3 * place + 3]
         if num_tokens:
-            found |= {f"{cause}/abs": total_abs / num_tokens, f"{cause}/kl": total_kl / num_tokens}
-    return found
+            metrics |= {f"{cause}/abs": total_abs / num_tokens, f"{cause}/kl": total_kl / num_tokens}
+    return metrics
 
 
 def _sums(log_ratios_N: Tensor, lags_N: Tensor, sequence_N: Tensor, trained_M: Tensor, num_sequences: int) -> Tensor:

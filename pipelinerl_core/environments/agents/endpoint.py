@@ -296,8 +296,8 @@ def _plain(message: Any) -> dict[str, Any]:
 def _is_turn(message: Mapping[str, Any], wire: Mapping[str, Any]) -> bool:
     """Whether a message of the history is a turn that the program got; spaces around the content do not count."""
 
-    def content(one: Mapping[str, Any]) -> str:
-        return str(one.get("content") or "").strip()
+    def content(turn: Mapping[str, Any]) -> str:
+        return str(turn.get("content") or "").strip()
 
     return (
         message["role"] == "assistant"

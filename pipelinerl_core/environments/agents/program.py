@@ -57,8 +57,8 @@ class Launcher:
         self._socket = own
         answer = json.loads(own.recv(1 << 16) or '{"failed": "the interpreter of the command ended"}')
         if "failed" in answer:
-            what = "" if variables else f"environment.preload={', '.join(preload)}: "
-            raise Invalid(f"{what}{answer['failed']}")
+            prefix = "" if variables else f"environment.preload={', '.join(preload)}: "
+            raise Invalid(f"{prefix}{answer['failed']}")
         self.facts = {key: value for facts in answer.get("facts", ()) for key, value in facts.items()}
         """What preloaded modules have in PIPELINERL_FACTS."""
 
@@ -279,7 +279,7 @@ def _filled(command: Sequence[str], task: Mapping[str, Any]) -> list[str]:
     if not task:
         return list(command)
     columns = re.compile("|".join(re.escape(f"{{{name}}}") for name in task))
-    return [columns.sub(lambda found: str(task[found[0][1:-1]]), argument) for argument in command]
+    return [columns.sub(lambda match: str(task[match[0][1:-1]]), argument) for argument in command]
 
 
 def _end(status: int) -> str:

@@ -34,8 +34,8 @@ class Guess:
         messages = [{"role": "user", "content": self._question(low, high)}]
         for _ in range(self._turns):
             reply = await ask(messages)
-            found = _NUMBER.search(reply.content)
-            guesses.append(int(found.group()) if found and len(found.group()) < 10 else -1)
+            match = _NUMBER.search(reply.content)
+            guesses.append(int(match.group()) if match and len(match.group()) < 10 else -1)
             if guesses[-1] == task["secret"]:
                 break
             if low <= guesses[-1] < task["secret"]:
