@@ -42,7 +42,7 @@ def _as_plain_fields(schema: dict[str, Any]) -> None:
     enum must list null.
     """
     for field in schema["properties"].values():
-        (given,) = (one for one in field.pop("anyOf") if one.get("type") != "null")
+        (given,) = (option for option in field.pop("anyOf") if option.get("type") != "null")
         field.update(given)
         field.pop("default")
         if "enum" in field:

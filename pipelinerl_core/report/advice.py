@@ -289,7 +289,9 @@ def _length_advice(lengths: Lengths, run: RunConfig) -> str:
         f"{lengths['trained'].mean_length:.1f} against {generated.mean_length:.1f} tokens, {bias:.2f})"
     )
     mean = generated.mean_length or 0.0
-    lost = {name: one for name, one in lengths.items() if name in remedies and (one.mean_length or 0.0) > mean}
+    lost = {
+        name: totals for name, totals in lengths.items() if name in remedies and (totals.mean_length or 0.0) > mean
+    }
     if not lost:
         return f"{text}: the long completions have not been trained yet."
     worst = max(lost, key=lambda name: lost[name].num_tokens)

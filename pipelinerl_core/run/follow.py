@@ -190,15 +190,15 @@ def wait_metrics(now: Mapping[str, float], before: Mapping[str, float]) -> dict[
 
 def replay_metrics(before: Mapping[str, ActorSample], now: Mapping[str, ActorSample]) -> dict[str, float]:
     """Tokens of earlier plays of episodes that were used again or dropped between two reservations, all actors."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, sample in now.items():
         for kind in ("replayed", "dropped"):
             counter = f"environment_{kind}_tokens"
             if counter in sample.counters:
                 earlier = before[name].counters.get(counter, 0.0) if name in before else 0.0
                 key = f"environment/{kind}_tokens"
-                found[key] = found.get(key, 0.0) + sample.counters[counter] - earlier
-    return found
+                metrics[key] = metrics.get(key, 0.0) + sample.counters[counter] - earlier
+    return metrics
 
 
 def actor_speed(before: Mapping[str, ActorSample], now: Mapping[str, ActorSample]) -> dict[str, float]:

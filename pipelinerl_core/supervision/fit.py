@@ -171,7 +171,7 @@ def check_fit(config: RunConfig) -> list[str]:
 def shared_memory_of(config: RunConfig, role: str) -> float | None:
     """Bytes of /dev/shm that a container of the role `actor` or `trainer` needs; None if the model is unknown."""
     fit = fit_of(config)
-    return None if fit is None else next(one.shared_bytes for one in fit.roles if one.role == role)
+    return None if fit is None else next(role_fit.shared_bytes for role_fit in fit.roles if role_fit.role == role)
 
 
 def _trainer(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit:

@@ -92,13 +92,13 @@ _LENGTH_HELP = {
 
 def _length_metrics() -> list[Metric]:
     since = "tokens booked since the previous reservation"
-    found = []
+    metrics = []
     for word, text in _LENGTH_HELP.items():
-        found.append(Metric(f"length/mean_{word}", "tokens", f"mean over {since}", text, "tracker"))
+        metrics.append(Metric(f"length/mean_{word}", "tokens", f"mean over {since}", text, "tracker"))
         for third in ("first", "last"):
             text = f"In the {third} third of their completion; 1/3 without a bias."
-            found.append(Metric(f"length/{third}_third_{word}", "share", f"share of {since}", text, "tracker"))
-    return found
+            metrics.append(Metric(f"length/{third}_third_{word}", "share", f"share of {since}", text, "tracker"))
+    return metrics
 
 
 _DIFFERENCE_HELP = {
@@ -110,13 +110,13 @@ _DIFFERENCE_HELP = {
 
 
 def _difference_metrics() -> list[Metric]:
-    found = []
+    metrics = []
     for cause, text in _DIFFERENCE_HELP.items():
         size = f"Absolute difference of trainer and rollout log-probability. {text}"
-        found.append(Metric(f"{cause}/abs", "nats", "mean over such trained tokens", size))
+        metrics.append(Metric(f"{cause}/abs", "nats", "mean over such trained tokens", size))
         signed = "Like importance/kl, which is the mean over all three kinds of token."
-        found.append(Metric(f"{cause}/kl", "nats", "mean over the same tokens", signed))
-    return found
+        metrics.append(Metric(f"{cause}/kl", "nats", "mean over the same tokens", signed))
+    return metrics
 
 
 def _run(name: str, unit: str, help: str, kind: Kind = "gauge", labels: tuple[str, ...] = ()) -> Metric:
@@ -401,7 +401,7 @@ def _component_means(rows: Sequence[TrainingRow]) -> dict[str, float | None]:
     for row in rows:
         for component in row.rollout.reward_components:
             values.setdefault(f"reward/{component.name}", []).append(component.value)
-    return {name: _mean(np.array(found)) for name, found in values.items()}
+    return {name: _mean(np.array(component_values)) for name, component_values in values.items()}
 
 
 def _environment_metrics(rows: Sequence[TrainingRow]) -> dict[str, float | None]:

@@ -45,7 +45,7 @@ def tiny(config: RunConfig, overrides: Sequence[str] = ()) -> RunConfig:
         section, _, name = key.partition(".")
         values[section] = {**values[section], name: value} if name else value
     small = build_config(values)
-    return override_config(small, [one for one in overrides if not one.startswith(_FIXED)])
+    return override_config(small, [override for override in overrides if not override.startswith(_FIXED)])
 
 
 def replaced(config: RunConfig, small: RunConfig) -> str:

@@ -116,10 +116,10 @@ class Actor:
         self._subscriber = parts.subscriber
         self._broadcasts = parts.broadcasts
         self._evaluation = parts.evaluation
-        self._players = [one.player for one in parts.tools.values() if one.player is not None]
+        self._players = [tools.player for tools in parts.tools.values() if tools.player is not None]
         runners = {
-            part: GroupRunner(parts.engine, one.scorer, one.codec, one.config, actor=name, player=one.player)
-            for part, one in parts.tools.items()
+            part: GroupRunner(parts.engine, tools.scorer, tools.codec, tools.config, actor=name, player=tools.player)
+            for part, tools in parts.tools.items()
         }
         self._runner = runners[""] if "" in runners else MixtureRunner(runners)
         self._log = GroupLog(

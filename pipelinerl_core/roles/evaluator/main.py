@@ -48,7 +48,7 @@ async def run(context: RunContext, version: str, enough: float | None, monitor: 
         if version == SCHEDULED:
             return await evaluator.follow()
         follower.refresh()
-        known = {step: one.accuracy for step, one in follower.evals.items()} if names_several(version) else {}
+        known = {step: record.accuracy for step, record in follower.evals.items()} if names_several(version) else {}
         records: list[EvalRecord] = []
         while (step := next_to_evaluate(commits, known, enough)) is not None:
             is_subset = version == DUE and step < max(commits) and context.config.evaluates(step)

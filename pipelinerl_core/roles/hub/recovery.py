@@ -56,7 +56,7 @@ def read_stored_state(store: ObjectStore, max_row_bytes: float = math.inf) -> St
     commits = read_all_commits(store)
     commit = next(iter(commits.newest(1)), None)
     manifests = (commits[step].manifest for step in reversed(commits))
-    manifest = next((one for one in manifests if one is not None), None)
+    manifest = next((candidate for candidate in manifests if candidate is not None), None)
     retired = frozenset(ActorKey(*parse_retired_key(key)) for key in list_keys(store, RETIRED_PREFIX))
     past = StoredState(commit=commit, manifest=manifest, retired=retired, holders=PartialReader(store).holders())
     segments, num_bytes = SegmentReader(store), 0
@@ -84,10 +84,10 @@ def check_versions(summary: GroupSummary, manifest: WeightManifest | None) -> No
     Before the first announcement actors sample with the initial weights, version 0.
     """
     newest = manifest.version if manifest is not None else 0
-    found = max(summary.tokens_by_version, default=0)
-    if found > newest:
+    newest_of_group = max(summary.tokens_by_version, default=0)
+    if newest_of_group > newest:
         raise SchemaMismatch(
-            f"group {summary.ref.group_id} of {summary.actor} has tokens of weight version {found}, "
+            f"group {summary.ref.group_id} of {summary.actor} has tokens of weight version {newest_of_group}, "
             f"but the newest announced version is {newest}"
         )
 
@@ -102,7 +102,7 @@ def summarize(refs: Sequence[GroupRef], batch: pa.RecordBatch) -> list[GroupSumm
     bounds, (versions, starts, ends) = offsets.tolist(), (field.tolist() for field in fields)
     rewards = batch.column(_REWARD_AT).to_pylist()  # null exactly with outcome error
     turn_rewards = batch.column(_TURN_REWARDS_AT)
-    found, first = [], 0
+    summaries, first = [], 0
     for ref in refs:
         rows = range(first, first + ref.num_rollouts)
         first = rows.stop
@@ -121,8 +121,8 @@ def summarize(refs: Sequence[GroupRef], batch: pa.RecordBatch) -> list[GroupSumm
             lengths_by_version=totals,
             lengths_unscored=unscored,
         )
-        found.append(summary)
-    return found
+        summaries.append(summary)
+    return summaries
 
 
 def _count(sums: list[int], start: int, end: int, length: int) -> None:

@@ -211,4 +211,4 @@ def _whole_or_split(run: _Run) -> Iterator[_Run]:
         if row_bytes(RowSlice(first.batch, first.start, num_rows).rows()) >= MIN_RUN_BYTES:
             yield run
             return
-    yield from ([one] for one in run)
+    yield from ([part] for part in run)

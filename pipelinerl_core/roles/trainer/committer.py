@@ -130,7 +130,7 @@ class Committer:
     @property
     def is_behind(self) -> bool:
         """Whether a submitted step is not announced yet."""
-        return any(not one.done() for one in self._pending)
+        return any(not future.done() for future in self._pending)
 
     def flush(self) -> None:
         """Wait until every submitted step is committed."""

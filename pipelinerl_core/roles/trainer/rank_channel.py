@@ -123,8 +123,9 @@ class RankChannel:
 
 
 @contextmanager
-def translate_rank_errors(what: str) -> Iterator[None]:
-    """Raise errors of torch's process groups as RankLost; `what` names the operation. Other errors pass unchanged."""
+def translate_rank_errors(operation: str) -> Iterator[None]:
+    """Raise errors of torch's process groups as RankLost; the message starts with `operation`. Other errors pass
+    unchanged."""
     try:
         yield
     except RuntimeError as error:
@@ -132,5 +133,5 @@ def translate_rank_errors(what: str) -> Iterator[None]:
         if not isinstance(error, dist.DistError) and "gloo" not in text.lower() and "nccl" not in text.lower():
             raise
         raise RankLost(
-            f"{what}: a rank of the trainer is gone or silent ({text.splitlines()[0].split('. ')[0]})"
+            f"{operation}: a rank of the trainer is gone or silent ({text.splitlines()[0].split('. ')[0]})"
         ) from error
