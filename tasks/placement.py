@@ -405,7 +405,7 @@ class RunRoles:
 
 
 def job_variables(config: RunConfig, role: str) -> dict[str, Any]:
-    """Of the flow run of an `actor` or of `trainer`: its GPUs, and shared memory for the size of the model."""
+    """Job variables of an `actor` or of the `trainer`: its GPUs, and shared memory for the size of the model."""
     shared_bytes = shared_memory_of(config, role)
     size = {} if shared_bytes is None else {"shm_size": f"{math.ceil(shared_bytes / 2**30)}Gi"}
     return {"gpu_count": gpus_of(config, role), **size}

@@ -43,8 +43,8 @@ def length_sums(
 
 
 def length_metrics(sums: Sequence[float]) -> dict[str, float]:
-    """Of sums over all packs and ranks the mean lag and the refused share of the shorter and of the longer half of
-    the rollouts. A class of length is in one half. Empty if all rollouts are in one class."""
+    """Mean lag and refused share of the shorter and of the longer half of the rollouts, from sums over all packs and
+    ranks. All rollouts of a length class are in the same half. Empty if all rollouts are in one class."""
     classes = [sums[start : start + _NUM_COLUMNS] for start in range(0, NUM_SUMS, _NUM_COLUMNS)]
     halves = {"short": [0.0] * _NUM_COLUMNS, "long": [0.0] * _NUM_COLUMNS}
     total, before = sum(length_class[0] for length_class in classes), 0.0

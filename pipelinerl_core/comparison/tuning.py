@@ -27,7 +27,7 @@ class RatesMissing(PipelineRLError):
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What was tried for one arm."""
+    """The learning rates that were tried for one arm."""
 
     arm: str
     seconds: Mapping[float, float | None]

@@ -70,7 +70,7 @@ class Exited(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepare:
-    """What the parent sends first."""
+    """The first message of the parent."""
 
     path: str
     """FILE.py:CLASS or package.module:CLASS."""

@@ -71,7 +71,7 @@ class Calibration:
     origin: str = ""
     """Where the figures were measured."""
     ess_by_lag: tuple[EssAtLag, ...] = ()
-    """Of the recorded steps, by increasing lag."""
+    """Effective sample sizes of the recorded steps, by increasing lag."""
     other_speeds: MeasuredSpeeds | None = None
     """Speeds if engines and trainer compute at the same time and took turns in the recorded run, or the other way
     round; None: not measured, assumed equal."""

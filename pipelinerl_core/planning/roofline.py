@@ -34,7 +34,7 @@ class Roofline:
 
     name: str
     weight_bytes: float
-    """Of the model, on one GPU of an actor."""
+    """Bytes of the model's weights on one GPU of an actor."""
     cache_bytes: float
     """Keys and values of one sequence of mean length, on one GPU."""
     bandwidth: float

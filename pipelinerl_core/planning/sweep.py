@@ -90,7 +90,7 @@ def sweep(
 
 
 def best_of(points: Sequence[Point]) -> Point:
-    """The point with the most trained rollouts per second; of equal ones (1 %) the one with the smallest lag."""
+    """The point with the most trained rollouts per second; of points within 1 %, that with the smallest lag."""
     most = max(point.rollouts_per_second for point in points)
     close = [point for point in points if point.prediction and point.rollouts_per_second >= 0.99 * most]
     return min(close, key=lambda point: point.prediction.mean_lag if point.prediction else math.inf)

@@ -39,7 +39,7 @@ class Changed:
     turns: int = 1
     tool_seconds: float = 0.0
     actor_speeds: tuple[float, ...] = ()
-    """Of the decode steps of each actor, relative to the source; empty: 1 for all."""
+    """Speed of the decode steps of each actor, relative to the source; empty: 1 for all."""
 
     def speeds_of(self, config: RunConfig) -> Speeds:
         """See `Source`."""

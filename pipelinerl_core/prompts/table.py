@@ -37,12 +37,12 @@ class Rows:
         self._key = "prompts.template: column" if section.template else "prompts.prompt_column"
         self._template = _template_parts(section.template) if section.template else [("", section.prompt_column)]
         self.ids: list[str] = []
-        """Of each row: prompt_id of the text shown to the model."""
+        """For each row, the prompt_id of the text shown to the model."""
         self.questions: list[str] = []
-        """Of each row: hash of the columns that the prompt is made of, each once, whatever the source and the
+        """For each row, the hash of the columns that the prompt is made of, each once, whatever the source and the
         template."""
         self.texts: list[str] = [] if section.template else self.questions
-        """Of each row: hash of the text shown to the model."""
+        """For each row, the hash of the text shown to the model."""
         self.num_empty_answers = 0
         for row, record in enumerate(records):
             columns = self._columns(row, record)
@@ -92,7 +92,7 @@ class Rows:
 
     @cached_property
     def row_hashes(self) -> list[str]:
-        """Of each row: hash of all columns, whatever their order; a column that is null is as one that is missing."""
+        """For each row, the hash of all columns in any order; a null column counts as a missing column."""
         return [
             text_hash(
                 json.dumps({name: value for name, value in record.items() if value is not None}, sort_keys=True)

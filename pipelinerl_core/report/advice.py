@@ -92,7 +92,7 @@ def advice(evidence: Evidence | None, lengths: Lengths, config: Mapping[str, Any
 
 
 def quarantine_advice(commits: Sequence[Commit]) -> str:
-    """What was quarantined and where to look; empty if nothing was."""
+    """The quarantined tokens, and where to look for the cause; empty without such tokens."""
     num_tokens = commits[-1].tokens.get("quarantined", 0) if commits else 0
     if not num_tokens:
         return ""

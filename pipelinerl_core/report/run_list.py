@@ -105,7 +105,7 @@ def _read(store: ObjectStore, record: RunRecord) -> ListedRun:
 
 
 def _accuracy(store: ObjectStore, versions: Sequence[int]) -> float | None:
-    """The accuracy of the one version on the run's own prompts; None without the evaluation."""
+    """The accuracy of the first of `versions` on the run's own prompts; None without a version or evaluation."""
     try:
         return read_record(store, eval_key(versions[0]), EvalRecord).known_accuracy if versions else None
     except MissingObject:

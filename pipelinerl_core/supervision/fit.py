@@ -25,7 +25,7 @@ _HEAD_LOGITS = 1 << 22
 """Logits of one chunk (algo/logprobs.py), of which three float32 copies exist at once."""
 _STAGED_MODELS = 2
 _ENGINE_SHARED_BYTES = 2.0 * _GIB
-"""Of vLLM's workers and NCCL."""
+"""Shared memory of vLLM's workers and NCCL."""
 _KEPT_VERSIONS = 5
 _RESCORED_VERSIONS = 2
 """trainer.rescore_bytes=0."""
@@ -41,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleFit:
-    """What one process group of a run needs."""
+    """GPUs and memory that the processes of one role need."""
 
     role: str
     count: int
@@ -80,7 +80,7 @@ class RoleFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """What a run needs of the hosts."""
+    """GPUs and memory that a run needs."""
 
     model: str
     num_parameters: int

@@ -27,7 +27,7 @@ from pipelinerl_core.errors import ConfigError, DeadlineExceeded
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 CLAIMS = Path("/dev/shm/pipelinerl-gpus")
 CLAIM_SECONDS = 60.0
-"""How long a role waits for GPUs that a role which is just ending still has."""
+"""How long a role waits for GPUs of another role that is ending."""
 _POLL_SECONDS = 0.5
 _QUERY_SECONDS = 20.0
 _QUERY = ("--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")

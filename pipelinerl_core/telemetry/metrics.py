@@ -49,7 +49,7 @@ class Metric:
     """In the group role: the roles that export the metric."""
     labels: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
-    """All values of the one label, if they are known in advance."""
+    """All values of the label, if there is a single label and its values are known in advance."""
     buckets: tuple[float, ...] = _SECONDS
 
     @property

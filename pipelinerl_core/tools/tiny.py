@@ -25,7 +25,7 @@ _EVAL_PROMPTS = 8
 _HOST_KEYS = "kind gpus_per_actor gpu trainer_nodes trainer_host hub_host hub_port cores threads"
 """Keys of placement that describe other hosts than this one."""
 _FIXED = ("model.path=", "model.device=", "prompts.", "loss.ref_model=", "loss.teacher=", "eval.sets", "mixture.")
-"""Overrides that decide what is made small; all others win over the small values."""
+"""Overrides that decide which settings are made small; all others win over the small values."""
 
 
 def is_installed(module: str) -> bool:
@@ -34,7 +34,7 @@ def is_installed(module: str) -> bool:
 
 
 def tiny(config: RunConfig, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration with what costs time or hardware replaced, and three steps.
+    """The configuration with three steps, and small values of the settings that cost time or hardware.
 
     Kept are the kinds of engine, learner, loss, schedule and prompts, the transport of weights, LoRA, the reward and
     the environment. Without vLLM on this machine the engine is the embedded one. overrides: the overrides of the

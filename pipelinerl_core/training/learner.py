@@ -52,7 +52,7 @@ class _PackResult:
     trainer_logprobs_N: Tensor
     entropy_N: Tensor
     gradients: tuple[Tensor | None, ...]
-    """Of each parameter; empty if the pack needs no backward pass."""
+    """Gradient of each parameter; empty if the pack needs no backward pass."""
 
 
 class TorchLearner:

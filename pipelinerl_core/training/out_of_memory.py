@@ -45,7 +45,7 @@ def _text(config: RunConfig, operation: str, longest: int, cause: str) -> str:
 
 
 def _remedies(config: RunConfig, longest: int) -> list[str]:
-    """What to set, the cheapest first, without what is set already. longest: tokens of a pack, 0 without packs."""
+    """Settings that save memory and are not set, the cheapest first. longest: tokens of a pack, 0 without packs."""
     remedies = []
     pack_tokens, max_tokens = config.trainer.pack_tokens, config.rollouts.max_tokens
     if longest > pack_tokens:

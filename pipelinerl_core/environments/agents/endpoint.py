@@ -44,7 +44,7 @@ class _Turn:
     """One turn of the model: the request that asked for it, and the answer."""
 
     digest: bytes
-    """Of the request's body."""
+    """Digest of the request's body."""
     key: str
     """The request's idempotency key; empty without."""
     asking: asyncio.Task[Mapping[str, Any]]
@@ -55,7 +55,7 @@ class _Given:
     """A turn as the program got it, and as `ask` expects it."""
 
     position: int
-    """Of the turn in the history."""
+    """Position of the turn in the history."""
     wire: Mapping[str, Any]
     message: Mapping[str, Any]
 

@@ -46,7 +46,7 @@ _EXIT_NOT_STARTED = 127
 
 
 def main(descriptor: int, modules: list[str]) -> None:
-    """Import the modules, say so, and start programs until the socket closes."""
+    """Import the modules, report the result, and start programs until the socket closes."""
     del sys.path[0]  # the directory of this file
     _PRIVILEGES["forbid_dumps"]()
     requests = socket.socket(fileno=descriptor)
@@ -84,7 +84,7 @@ def _guard(descriptors: list[int], *, is_forked: bool) -> None:
         _become(request, descriptors, is_forked)
     for descriptor in descriptors[1:]:
         os.close(descriptor)
-    null = os.open(os.devnull, os.O_RDWR)  # the launcher's own output is not for guards
+    null = os.open(os.devnull, os.O_RDWR)  # guards do not write to the output of the launcher
     for stream in range(3):
         os.dup2(null, stream)
     status = _watch(program, control)

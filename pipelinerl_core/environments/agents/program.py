@@ -25,7 +25,7 @@ OUTPUT_BYTES = 64 << 10
 ERROR_LETTERS = 300
 """End of stderr in an error."""
 FEW_TASKS = 80
-"""Of fewer tasks, a fifth is held out; else a tenth."""
+"""Below this number of tasks, a fifth is held out; else a tenth."""
 END_SECONDS = 4.0
 """Time for the guard to kill the tree of a program whose episode was ended."""
 _LAUNCHER = str(Path(__file__).with_name("launcher.py"))
@@ -60,7 +60,7 @@ class Launcher:
             prefix = "" if variables else f"environment.preload={', '.join(preload)}: "
             raise Invalid(f"{prefix}{answer['failed']}")
         self.facts = {key: value for facts in answer.get("facts", ()) for key, value in facts.items()}
-        """What preloaded modules have in PIPELINERL_FACTS."""
+        """The entries of PIPELINERL_FACTS of the preloaded modules."""
 
     @property
     def has_ended(self) -> bool:

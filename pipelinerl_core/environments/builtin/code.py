@@ -17,7 +17,7 @@ from pipelinerl_core.sandbox.user_code import finite_or_none
 MAX_PROGRAM = 100_000
 """Characters of a program; a longer one fails all tests."""
 SHOWN_CHARACTERS = 500
-"""Of an input, an output or an error in a message to the model."""
+"""Characters of an input, an output or an error in a message to the model."""
 WALL_FACTOR = 5
 """Wall time of an execution over its CPU time: the cores are shared with engine and trainer."""
 _EXIT_SANDBOX = 71

@@ -17,7 +17,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StdinTest:
-    """What a program reads, and what it must print."""
+    """The input of a program, and the output that is expected."""
 
     stdin: str
     stdout: str

@@ -25,7 +25,7 @@ class Guess:
         return {"secret": random.Random(f"guess/{index}").randint(0, self._highest)}
 
     def held_out(self, count: int) -> list[dict[str, int]]:
-        """All numbers in turn. Training has the same numbers: what is learned is the strategy."""
+        """All numbers in turn. Training has the same numbers: the model learns a strategy, not the numbers."""
         return [{"secret": index % (self._highest + 1)} for index in range(count)]
 
     async def play(self, task: dict[str, int], ask: Any, seed: int) -> list[int]:

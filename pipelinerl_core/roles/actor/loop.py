@@ -67,10 +67,10 @@ _SWAP_ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskTools:
-    """What samples and scores the prompts of a run, or of one part of a mixture."""
+    """The objects that sample and score the prompts of a run, or of one part of a mixture."""
 
     config: RunConfig
-    """Of the part."""
+    """Configuration of the part."""
     codec: TextCodec
     scorer: Scorer | None
     """None with an environment."""
@@ -80,7 +80,7 @@ class TaskTools:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorParts:
-    """What an actor is built from."""
+    """The objects that an actor is built from."""
 
     engine: Engine
     tools: Mapping[str, TaskTools]

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # Sequences decoded at once: an evaluation needs throughput, not low latency.
 _CONCURRENCY = 256
 NICENESS = 10
-"""Of an evaluator beside training: on busy cores about a tenth of the CPU time of a role (Linux)."""
+"""Niceness of an evaluator beside training: on busy cores about a tenth of the CPU time of a role (Linux)."""
 _POLL_SECONDS = 1.0
 
 

@@ -311,7 +311,7 @@ class Trainer:
                      error, len(reserved.groups), key)  # fmt: skip
 
     def _held(self, step: int) -> _Reservation:
-        """The newest reservation of a step, with what was quarantined at this step; empty before the first."""
+        """The newest reservation of a step, with the groups quarantined at this step; empty before the first."""
         reservation = self._reserved
         return reservation if reservation is not None and reservation.step == step else _Reservation(step, None)
 

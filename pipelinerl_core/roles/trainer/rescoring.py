@@ -94,7 +94,7 @@ class _Differences:
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    """What is known of one actor epoch."""
+    """The evidence about one actor epoch."""
 
     scored_at: int = 0
     evidence: Evidence = field(default_factory=Evidence)
@@ -125,7 +125,7 @@ class Rescored:
 
     @property
     def alarms(self) -> dict[str, str]:
-        """Actor -> what is wrong with it."""
+        """Actor -> text of its alarm."""
         return {actor: figures.alarm for actor, figures in self.actors.items() if figures.alarm}
 
 
@@ -421,7 +421,7 @@ def _joined(parts: Sequence[Float64Array]) -> Float64Array:
 
 
 def _joined_versions(mismatch: Mapping[int, Sequence[Float64Array]], *, after: int = -1) -> Float64Array:
-    """Of all versions above `after`."""
+    """The differences of all versions above `after`, joined."""
     return _joined([part for version, parts in mismatch.items() if version > after for part in parts])
 
 
