@@ -266,7 +266,7 @@ class Committer:
                            error, exc_info=not is_known)  # fmt: skip
 
     def _remove_old(self, commit: Commit, *, has_checkpoint: bool) -> None:
-        """Remove checkpoints and weights that the run does not keep. `gc` removes the leftovers of a failed request."""
+        """Remove checkpoints and weights that the run does not keep. `gc` removes leftovers of a failed request."""
         try:
             if has_checkpoint:
                 prune_checkpoints(self._store, keep=_KEPT_CHECKPOINTS)
