@@ -301,7 +301,7 @@ class GarbageRecord(Record):
 
 
 class StartsRecord(Record):
-    """starts.json: the first start of a Prefect flow run that found the newest commit, to count starts in vain."""
+    """starts.json: first start of a Prefect flow run at the newest commit, to count starts without a new commit."""
 
     flow_run_id: str
     run_count: Count

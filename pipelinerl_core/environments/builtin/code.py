@@ -181,7 +181,7 @@ def same_value(actual: Any, expected: Any) -> bool:
 
 
 class _NoValue:
-    """A line that is not JSON; equals nothing."""
+    """A line that is not JSON; not equal to any value."""
 
 
 def _parsed(line: str) -> Any:
