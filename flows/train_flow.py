@@ -168,7 +168,7 @@ def train_opened(run: RunContext, tracker: RunTracker) -> dict[str, Any] | State
 
 
 @contextmanager
-def unless_complete(watch: RunWatch, what: str, remedy: str) -> Iterator[None]:
+def unless_complete(watch: RunWatch, work: str, remedy: str) -> Iterator[None]:
     """Raise an error of the block only if steps are missing; if the run is complete, name the error in the log.
 
     Errors that start the flow run or its successor again are raised: an outage of the store on a worker, and a newer
@@ -181,7 +181,7 @@ def unless_complete(watch: RunWatch, what: str, remedy: str) -> Iterator[None]:
         if is_repeated or not watch.is_complete():
             raise
         line = f"{type(error).__name__}: {error}".splitlines()[0]
-        logger.error("all steps are committed, but %s failed; %s. %s", what, remedy, line)
+        logger.error("all steps are committed, but %s failed; %s. %s", work, remedy, line)
 
 
 def open_job(job: Job, *, is_checked: bool) -> tuple[RunContext, RunTracker]:

@@ -152,8 +152,11 @@ class Run:
         """All evaluations by version: accuracy, its 95 % interval, components, sampled completions."""
         follower = RunFollower(self._store)
         follower.refresh()
-        found = (*follower.evals.values(), *(one for each in follower.set_evals.values() for one in each.values()))
-        return [record.model_dump(mode="json") for record in found]
+        records = (
+            *follower.evals.values(),
+            *(record for each in follower.set_evals.values() for record in each.values()),
+        )
+        return [record.model_dump(mode="json") for record in records]
 
     def evaluate(self, version: int | str = "last") -> list[dict[str, Any]]:
         """Evaluate a weight version, "first", "last" or "all" on the held-out prompts, in a child process."""

@@ -325,7 +325,7 @@ class ObjectStore(Protocol):
         """Remove objects; missing objects are ignored."""
 
     def unfinished(self) -> tuple[str, ...]:
-        """What killed writers have left of unfinished writes; no key, and in no listing. Safe on a live run."""
+        """Leftovers of unfinished writes of killed writers; no key, and in no listing. Safe on a live run."""
 
     def discard(self, names: Iterable[str]) -> None:
         """Remove results of `unfinished`."""

@@ -180,13 +180,15 @@ def apply_automations(wanted: Iterable[Automation]) -> dict[str, Change]:
 
 def _apply(wanted: Automation) -> Change:
     try:
-        found = cast(Automation, Automation.read(name=wanted.name))
+        existing = cast(Automation, Automation.read(name=wanted.name))
     except ValueError:
         wanted.create()
         return "created"
-    if _content(found) == _content(wanted):
+    if _content(existing) == _content(wanted):
         return "unchanged"
-    changed = found.model_copy(update={name: getattr(wanted, name) for name in ("description", "trigger", "actions")})
+    changed = existing.model_copy(
+        update={name: getattr(wanted, name) for name in ("description", "trigger", "actions")}
+    )
     changed.update()
     return "updated"
 

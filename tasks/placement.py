@@ -152,8 +152,8 @@ class DeployedRole:
             state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_ALIVE)),
         )
         with get_client(sync_client=True) as client:
-            found = client.read_flow_runs(flow_run_filter=wanted, sort=FlowRunSort.START_TIME_DESC)
-        for run in found:
+            flow_runs = client.read_flow_runs(flow_run_filter=wanted, sort=FlowRunSort.START_TIME_DESC)
+        for run in flow_runs:
             if run.parameters == self._parameters:
                 logger.info("%s: using flow run %s of an earlier start", self._name, run.id)
                 return run
@@ -356,18 +356,20 @@ class RunRoles:
         self._changed.clear()
         self._on_wait()
 
-    def wait_until(self, what: str, condition: Callable[[], bool], seconds: float) -> None:
+    def wait_until(self, condition_name: str, condition: Callable[[], bool], seconds: float) -> None:
         """Wait for a condition; raises the error of a role that ends meanwhile, or DeadlineExceeded.
 
-        what: name of the condition for the error.
+        condition_name: the condition as the errors name it.
         """
         deadline = time.monotonic() + seconds
         while not condition():
             for name in self._members:
                 if self.has_ended(name) and name != EVALUATOR:
-                    raise RoleFailed(f"{name}: ended while waiting for {what}")
+                    raise RoleFailed(f"{name}: ended while waiting for {condition_name}")
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"{what}: not there after {seconds:.0f} s. See the logs of the roles")
+                raise DeadlineExceeded(
+                    f"{condition_name}: not there after {seconds:.0f} s. See the logs of the roles"
+                )
             self.wait(_POLL_SECONDS)
 
     def stop(self, *, keep_evaluator: bool = False) -> None:
@@ -378,7 +380,7 @@ class RunRoles:
         A second Ctrl-C ends the wait for actors and trainer, a third Ctrl-C the wait for all roles. All roles receive
         the request to stop even then, because the flow waits for the threads that supervise them.
         """
-        members = {name: one for name, one in self._members.items() if name != EVALUATOR or not keep_evaluator}
+        members = {name: member for name, member in self._members.items() if name != EVALUATOR or not keep_evaluator}
         if self._is_fenced:
             members = {name: member for name, member in members.items() if isinstance(member, LocalRole)}
         workers = [member for name, member in members.items() if name != HUB]
@@ -403,7 +405,7 @@ class RunRoles:
 
 
 def job_variables(config: RunConfig, role: str) -> dict[str, Any]:
-    """Of the flow run of an `actor` or of `trainer`: its GPUs, and shared memory for the size of the model."""
+    """Job variables of an `actor` or of the `trainer`: its GPUs, and shared memory for the size of the model."""
     shared_bytes = shared_memory_of(config, role)
     size = {} if shared_bytes is None else {"shm_size": f"{math.ceil(shared_bytes / 2**30)}Gi"}
     return {"gpu_count": gpus_of(config, role), **size}

@@ -311,7 +311,7 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
 
 
-def _quietly(what: str, action: Callable[[], Any], remedy: str = "") -> None:
+def _quietly(subject: str, action: Callable[[], Any], remedy: str = "") -> None:
     """Call `action`; an error is logged: a failed artifact or alarm must not end the run.
 
     Without the limit, Prefect's client repeats a request for a minute, in which the run is not watched.
@@ -320,4 +320,4 @@ def _quietly(what: str, action: Callable[[], Any], remedy: str = "") -> None:
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 1}):
             action()
     except Exception as error:  # noqa: BLE001 (the run does not depend on the Prefect server, whatever the client raises)
-        logger.warning("%s failed%s: %s", what, remedy, error)
+        logger.warning("%s failed%s: %s", subject, remedy, error)

@@ -30,17 +30,17 @@ def complete_setting(incomplete: str) -> list[tuple[str, str]]:
     from pipelinerl_core.config.load import fields, variants
 
     key, separator, value = incomplete.partition("=")
-    found = []
+    completions = []
     for name, field in fields():
         help_text = " ".join((field.description or "").split()).partition(". ")[0]
         if not separator and name.startswith(key):
-            found.append((f"{name}=", help_text))
+            completions.append((f"{name}=", help_text))
         elif separator and name == key:
             section, _, last = name.partition(".")
             literal = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
             values = variants(section) if last == "kind" and variants(section) else literal
-            found += [(f"{key}={one}", help_text) for one in values if str(one).startswith(value)]
-    return found
+            completions += [(f"{key}={choice}", help_text) for choice in values if str(choice).startswith(value)]
+    return completions
 
 
 Root = Annotated[

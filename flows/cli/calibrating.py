@@ -42,16 +42,16 @@ def measure(config: RunConfig) -> None:
         *([(other,)] if cores else []),
     ]
     with tempfile.TemporaryDirectory(prefix="prl-calibration-") as place:
-        found = []
+        facts = []
         for number, (most, overrides) in enumerate(zip(_STEPS, changes, strict=False), 1):
             steps = max(MIN_STEPS, min(most, config.trainer.steps))
             say(f"calibration: run {number} of {len(changes)}, {steps} steps {' '.join(overrides)}")
             root = str(Path(place, str(number)))
             _train(config, Path(place, f"{number}.toml"), root, (f"trainer.steps={steps}", *overrides))
-            found.append(collect(open_store(locate_run("latest", root))))
-        calibration = calibrate(*found[:2], cores=cores)
+            facts.append(collect(open_store(locate_run("latest", root))))
+        calibration = calibrate(*facts[:2], cores=cores)
         if cores:
-            calibration = replace(calibration, other_speeds=calibrate(found[2]).speeds)
+            calibration = replace(calibration, other_speeds=calibrate(facts[2]).speeds)
     say(f"calibration: {store_calibration(calibration)}")
 
 

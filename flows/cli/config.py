@@ -82,8 +82,8 @@ _BOUNDS = {
 
 def _bounds(metadata: list[Any]) -> str:
     """The bounds of a field in words. Example: at least 0, below 1."""
-    found = ((name, getattr(one, name, None)) for one in metadata for name in _BOUNDS)
-    return ", ".join(_BOUNDS[name].format(value) for name, value in found if value is not None)
+    bounds = ((name, getattr(constraint, name, None)) for constraint in metadata for name in _BOUNDS)
+    return ", ".join(_BOUNDS[name].format(value) for name, value in bounds if value is not None)
 
 
 def _key_lines(listed: list[dict[str, Any]]) -> list[str]:

@@ -42,10 +42,10 @@ class Deployed:
     def lines(self) -> list[str]:
         """The result as text, and the next commands."""
         rows = [("work pool", self.pools), ("deployment", self.deployments), ("automation", self.automations)]
-        found = [f"{what} {name}: {change}" for what, changes in rows for name, change in changes.items()]
+        results = [f"{noun} {name}: {change}" for noun, changes in rows for name, change in changes.items()]
         workers = [f"  prefect worker start --pool {name}" for name in self.pools]
         return [
-            *found,
+            *results,
             "next, on the machines that run the roles:",
             *workers,
             "  prefect deployment run train/quickstart",
@@ -105,18 +105,18 @@ def read_project(file: Path, kind: str) -> dict[str, Any]:
 def _make_pool(client: SyncPrefectClient, name: str, kind: str, file: Path) -> str:
     template = _template(file, kind)
     try:
-        found = client.read_work_pool(name)
+        pool = client.read_work_pool(name)
     except ObjectNotFound:
         wanted = WorkPoolCreate(name=name, type=kind, **({} if template is None else {"base_job_template": template}))
         with suppress(ObjectAlreadyExists):
             client.create_work_pool(wanted)
         return "created"
-    if found.type != kind:
+    if pool.type != kind:
         raise ConfigError(
-            f"work pool {name} is of type {found.type}, not {kind}. Delete it (prefect work-pool delete {name}) or "
-            f"deploy with --pools {found.type}"
+            f"work pool {name} is of type {pool.type}, not {kind}. Delete it (prefect work-pool delete {name}) or "
+            f"deploy with --pools {pool.type}"
         )
-    if template is None or found.base_job_template == template:
+    if template is None or pool.base_job_template == template:
         return "unchanged"
     client.update_work_pool(name, WorkPoolUpdate(base_job_template=template))
     return "updated"
@@ -127,8 +127,8 @@ def _template(file: Path, kind: str) -> dict[str, Any] | None:
     for directory in (file.parent, SHIPPED.parent):
         path = directory / _TEMPLATES / f"{kind}.json"
         if path.exists():
-            found: dict[str, Any] = json.loads(path.read_text())
-            return found
+            template: dict[str, Any] = json.loads(path.read_text())
+            return template
     return None
 
 
@@ -158,5 +158,5 @@ def _notification_block(slug: str) -> UUID | None:
         raise ConfigError(
             f"--notify {slug}: no such block ({str(error).splitlines()[0]}). Create the block in the Prefect UI"
         ) from None
-    found: UUID | None = block._block_document_id
-    return found
+    block_id: UUID | None = block._block_document_id
+    return block_id

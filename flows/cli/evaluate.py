@@ -30,5 +30,5 @@ def evaluate(
     records = evaluate_versions(open_run(locate_run(run, root)), version, Event())
     assert records is not None  # nothing sets the stop event
     documents = [record.model_dump(mode="json") for record in records]
-    found = documents if names_several(version) else documents[0]
-    answer(found, [evaluation_line(record) for record in records], as_json=as_json)
+    result = documents if names_several(version) else documents[0]
+    answer(result, [evaluation_line(record) for record in records], as_json=as_json)

@@ -66,29 +66,29 @@ class Examination:
 
 def examine(root: str) -> Examination:
     """Check everything that a local run needs; takes a few seconds."""
-    found = Examination()
-    found.note("python", platform.python_version())
-    _packages(found)
-    found.note("cores", {"usable": len(os.sched_getaffinity(0)), "load_1min": round(os.getloadavg()[0], 2)})
-    _threads(found)
-    _memory(found)
-    _torch(found)
-    found.note("sandbox", host_isolation())
-    _space(found, root_url(root))
+    examination = Examination()
+    examination.note("python", platform.python_version())
+    _packages(examination)
+    examination.note("cores", {"usable": len(os.sched_getaffinity(0)), "load_1min": round(os.getloadavg()[0], 2)})
+    _threads(examination)
+    _memory(examination)
+    _torch(examination)
+    examination.note("sandbox", host_isolation())
+    _space(examination, root_url(root))
     path = ModelConfig().path
     place = resolve_model_path(path) or "not built yet; the first `train` builds it"
-    found.note("model", f"of the quickstart, {path}: {place}")
-    _reachable(found, "root", root_url(root), lambda: check_root(root_url(root)))
-    _servers(found)
-    found.document["problems"] = found.problems
-    return found
+    examination.note("model", f"of the quickstart, {path}: {place}")
+    _reachable(examination, "root", root_url(root), lambda: check_root(root_url(root)))
+    _servers(examination)
+    examination.document["problems"] = examination.problems
+    return examination
 
 
-def examine_fit(found: Examination, config: RunConfig) -> None:
+def examine_fit(examination: Examination, config: RunConfig) -> None:
     """Add the GPUs and the memory that a run with this configuration needs."""
     fit = fit_of(config)
     if fit is None:
-        found.note(
+        examination.note(
             "fit",
             f"unknown: {config.model.path} is not on this host. `pipelinerl prepare MODEL` builds or downloads it",
         )
@@ -102,19 +102,19 @@ def examine_fit(found: Examination, config: RunConfig) -> None:
     except ConfigError as error:
         problem = str(error)
     if config.placement.gpu:
-        found.note("planned for", f"a host with {config.placement.gpu}; the lines above are about this machine")
-    found.note("fit", fit.lines()[0], problem=problem)
-    found.lines += [f"    {line}" for line in fit.lines()[1:]]
-    found.document["fit"] = fit.document()
-    found.document["problems"] = found.problems
+        examination.note("planned for", f"a host with {config.placement.gpu}; the lines above are about this machine")
+    examination.note("fit", fit.lines()[0], problem=problem)
+    examination.lines += [f"    {line}" for line in fit.lines()[1:]]
+    examination.document["fit"] = fit.document()
+    examination.document["problems"] = examination.problems
 
 
-def _packages(found: Examination) -> None:
+def _packages(examination: Examination) -> None:
     versions: dict[str, str] = {}
     for name in PACKAGES:
         versions[name] = next(filter(None, map(_version, (name, f"{name}-cpu"))), "none")
     missing = [name for name, number in versions.items() if number == "none" and name not in OPTIONAL]
-    found.note(
+    examination.note(
         "packages", versions, problem=f"not installed: {', '.join(missing)}. Run `make install`" if missing else ""
     )
 
@@ -127,22 +127,22 @@ def _version(name: str) -> str:
         return ""
 
 
-def _threads(found: Examination) -> None:
+def _threads(examination: Examination) -> None:
     names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
     in_roles = role_environment(1, "")
-    found.note(
+    examination.note(
         "thread limits", {name: f"{os.environ.get(name, 'unset')} (roles: {in_roles[name]})" for name in names}
     )
 
 
-def _memory(found: Examination) -> None:
+def _memory(examination: Examination) -> None:
     available = psutil.virtual_memory().available
     low = available < LOW_MEMORY_BYTES
     problem = f"less than {LOW_MEMORY_BYTES / 1e9:.0f} GB of memory is free" if low else ""
-    found.note("memory", {"available_gb": round(available / 1e9, 1)}, problem=problem)
+    examination.note("memory", {"available_gb": round(available / 1e9, 1)}, problem=problem)
 
 
-def _torch(found: Examination) -> None:
+def _torch(examination: Examination) -> None:
     command = ending_with_parent([sys.executable, "-c", _TORCH_PROGRAM])
     try:
         ended = subprocess.run(
@@ -151,15 +151,17 @@ def _torch(found: Examination) -> None:
         seen = json.loads(ended.stdout)
         if seen["build"] == "CPU" and NVIDIA_DRIVER.exists():
             seen["gpus"] = "not visible to the CPU build: `make install TORCH=cuda`"
-        found.note("torch", seen)
+        examination.note("torch", seen)
     except subprocess.CalledProcessError as error:
         last = error.stderr.strip().splitlines()[-1:] or [f"exit code {error.returncode}"]
-        found.note("torch", "does not import", problem=last[0])
+        examination.note("torch", "does not import", problem=last[0])
     except subprocess.TimeoutExpired:
-        found.note("torch", "does not import", problem=f"`import torch` did not end within {TORCH_SECONDS:.0f} s")
+        examination.note(
+            "torch", "does not import", problem=f"`import torch` did not end within {TORCH_SECONDS:.0f} s"
+        )
 
 
-def _space(found: Examination, root: str) -> None:
+def _space(examination: Examination, root: str) -> None:
     directories = {"/dev/shm": (SHARED_MEMORY, LOW_SHARED_MEMORY_BYTES)}
     directory = local_directory(root)
     if directory is not None:
@@ -167,30 +169,32 @@ def _space(found: Examination, root: str) -> None:
         directories["disk"] = (existing, LOW_DISK_BYTES)
     for name, (path, least) in directories.items():
         if not path.exists():
-            found.note(name, "missing", problem=f"{path} does not exist; set weights.transport=object_store")
+            examination.note(name, "missing", problem=f"{path} does not exist; set weights.transport=object_store")
             continue
         free = shutil.disk_usage(path).free
         problem = f"less than {least / 1e6:.0f} MB is free at {path}" if free < least else ""
-        found.note(name, {"free_gb": round(free / 1e9, 2)}, problem=problem)
+        examination.note(name, {"free_gb": round(free / 1e9, 2)}, problem=problem)
 
 
-def _servers(found: Examination) -> None:
+def _servers(examination: Examination) -> None:
     prefect = os.environ.get("PREFECT_API_URL", "")
     if prefect:
-        _reachable(found, "prefect", split_login(prefect)[0], lambda: check_http("PREFECT_API_URL", prefect))
+        _reachable(examination, "prefect", split_login(prefect)[0], lambda: check_http("PREFECT_API_URL", prefect))
     else:
-        found.note("prefect", "PREFECT_API_URL is not set: `train` starts a local server")
+        examination.note("prefect", "PREFECT_API_URL is not set: `train` starts a local server")
     mlflow = take_login(os.environ.get(MLFLOW_VARIABLE, ""))
     if mlflow:
-        _reachable(found, "mlflow", mlflow, lambda: check_mlflow(mlflow))
+        _reachable(examination, "mlflow", mlflow, lambda: check_mlflow(mlflow))
     else:
-        found.note("mlflow", f"a SQLite file under the root, unless {MLFLOW_VARIABLE} or tracking.mlflow_uri is set")
+        examination.note(
+            "mlflow", f"a SQLite file under the root, unless {MLFLOW_VARIABLE} or tracking.mlflow_uri is set"
+        )
 
 
-def _reachable(found: Examination, name: str, what: str, check: Callable[[], None]) -> None:
+def _reachable(examination: Examination, name: str, value: str, check: Callable[[], None]) -> None:
     try:
         check()
     except ConfigError as error:
-        found.note(name, what, problem=str(error))
+        examination.note(name, value, problem=str(error))
     else:
-        found.note(name, what)
+        examination.note(name, value)

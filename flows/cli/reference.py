@@ -54,13 +54,17 @@ def cli_page() -> str:
 
 
 def _parameters(parameters: Iterable[Any]) -> Iterable[str]:
-    for one in parameters:
-        if one.param_type_name == "argument":
-            yield f"* `{one.metavar or one.name.upper()}`: {_plain(one.help or '')}"
-        elif one.name != "help":
-            default = one.default if one.default not in (None, "", False, []) and not callable(one.default) else ""
+    for parameter in parameters:
+        if parameter.param_type_name == "argument":
+            yield f"* `{parameter.metavar or parameter.name.upper()}`: {_plain(parameter.help or '')}"
+        elif parameter.name != "help":
+            default = (
+                parameter.default
+                if parameter.default not in (None, "", False, []) and not callable(parameter.default)
+                else ""
+            )
             note = f" Default: `{default}`." if default != "" else ""
-            yield f"* `{', '.join(one.opts)}`: {_plain(one.help or '')}{note}"
+            yield f"* `{', '.join(parameter.opts)}`: {_plain(parameter.help or '')}{note}"
 
 
 def schemas_page() -> str:

@@ -19,8 +19,8 @@ def report(run: Run, root: Root = "", as_json: Json = False) -> None:
     from pipelinerl_core.run.context import open_run
     from pipelinerl_core.run.locate import locate_run
 
-    found = open_run(locate_run(run, root))
-    model = resolve_model_path(found.config.model.path)
-    document = write_report(found.store, decode=token_decoder(str(model)) if model else None)
-    root_of_run = found.store.url.rpartition("/")[0]
-    answer(document, summary(document, report_location(found.run_id, root_of_run)), as_json=as_json)
+    context = open_run(locate_run(run, root))
+    model = resolve_model_path(context.config.model.path)
+    document = write_report(context.store, decode=token_decoder(str(model)) if model else None)
+    root_of_run = context.store.url.rpartition("/")[0]
+    answer(document, summary(document, report_location(context.run_id, root_of_run)), as_json=as_json)

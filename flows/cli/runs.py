@@ -24,8 +24,8 @@ def runs(
     from pipelinerl_core.storage.object_store import open_store
 
     store = open_store(root_url(root))
-    found = list_runs(store, limit)
-    document = {"root": store.url, "runs": [run.document() for run in found]}
-    lines = run_table(found)
-    unreadable = [f"{run.run_id}: {run.problem}" for run in found if run.problem]
+    listed = list_runs(store, limit)
+    document = {"root": store.url, "runs": [run.document() for run in listed]}
+    lines = run_table(listed)
+    unreadable = [f"{run.run_id}: {run.problem}" for run in listed if run.problem]
     answer(document, [*lines, *unreadable, f"at: {store.url}"], as_json=as_json)

@@ -94,8 +94,8 @@ def simulate(
         chosen = what_if.Changed(chosen, longer, given, turns, tool_seconds, speeds)
     names = what_if.names(changes)
     if keys:
-        found, lines = _swept(chosen, config, keys, gpus, sorted(names), write, figure)
-        answer(found, lines, as_json=as_json)
+        document, lines = _swept(chosen, config, keys, gpus, sorted(names), write, figure)
+        answer(document, lines, as_json=as_json)
         return
     config = what_if.on_gpus(config, gpus, names)
     if recorded is None:

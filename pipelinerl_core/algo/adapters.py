@@ -17,14 +17,14 @@ _FACTOR = re.compile(r"\.lora_[AB]\.weight$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterNote:
-    """What it takes to merge adapters, beside their factors."""
+    """The values that merging adapters requires in addition to their factors."""
 
     scale: float
     """s."""
     dtype: str
     """Type of the merged weights, as torch calls it, without "torch."."""
     base_sha256: str
-    """Of the weights that they were trained beside (`weights.base.BaseWeights.sha256`)."""
+    """Digest of the frozen weights that the adapters belong to (`weights.base.BaseWeights.sha256`)."""
 
 
 class Adapters(dict[str, Tensor]):

@@ -43,16 +43,16 @@ def length_sums(
 
 
 def length_metrics(sums: Sequence[float]) -> dict[str, float]:
-    """Of sums over all packs and ranks the mean lag and the refused share of the shorter and of the longer half of
-    the rollouts. A class of length is in one half. Empty if all rollouts are in one class."""
+    """Mean lag and refused share of the shorter and of the longer half of the rollouts, from sums over all packs and
+    ranks. All rollouts of a length class are in the same half. Empty if all rollouts are in one class."""
     classes = [sums[start : start + _NUM_COLUMNS] for start in range(0, NUM_SUMS, _NUM_COLUMNS)]
     halves = {"short": [0.0] * _NUM_COLUMNS, "long": [0.0] * _NUM_COLUMNS}
-    total, before = sum(one[0] for one in classes), 0.0
-    for one in classes:
-        half = "short" if before + one[0] / 2 < total / 2 else "long"
-        halves[half] = [left + right for left, right in zip(halves[half], one, strict=True)]
-        before += one[0]
-    if not all(found[0] for found in halves.values()):
+    total, before = sum(length_class[0] for length_class in classes), 0.0
+    for length_class in classes:
+        half = "short" if before + length_class[0] / 2 < total / 2 else "long"
+        halves[half] = [left + right for left, right in zip(halves[half], length_class, strict=True)]
+        before += length_class[0]
+    if not all(columns[0] for columns in halves.values()):
         return {}
     metrics: dict[str, float] = {}
     for half, (_, num_tokens, lags, refused) in halves.items():

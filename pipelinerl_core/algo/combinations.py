@@ -159,7 +159,7 @@ def _option_rows() -> Iterator[str]:
                     yield f"| `{_text(key, value)}` | `{_text(axis, other)}` | {message} |"
     for (key, value), (other_key, other) in combinations(OPTIONS.items(), 2):
         base = {**base_of(key), **base_of(other_key)}
-        is_alone = any(refusal({**base, one: OPTIONS[one]}) for one in (key, other_key))
+        is_alone = any(refusal({**base, option: OPTIONS[option]}) for option in (key, other_key))
         if not is_alone and (message := refusal({**base, key: value, other_key: other})):
             yield f"| `{_text(key, value)}` | `{_text(other_key, other)}` | {message} |"
 
@@ -174,7 +174,7 @@ def base_of(key: str) -> dict[str, Any]:
 
 def _cell(accepted: Sequence[tuple[Any, ...]]) -> str:
     axes = list(AXES.items())[2:]
-    kept = [[value for value in values if any(one[place] == value for one in accepted)]
+    kept = [[value for value in values if any(combination[place] == value for combination in accepted)]
             for place, (_, values) in enumerate(axes)]  # fmt: skip
     if not accepted:
         return "refused"

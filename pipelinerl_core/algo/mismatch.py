@@ -46,22 +46,22 @@ class LogprobDifferences:
 
 
 def difference_metrics(sums: Sequence[float]) -> dict[str, float]:
-    """Of sums over all packs and ranks the metrics <cause>/abs, mean of |d|, and <cause>/kl, mean of -d.
+    """The metrics <cause>/abs, mean of |d|, and <cause>/kl, mean of -d, from sums over all packs and ranks.
 
     A cause without a token is left out.
     """
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for place, cause in enumerate(CAUSES):
         total_abs, total_kl, num_tokens = sums[3 * place : 3 * place + 3]
         if num_tokens:
-            found |= {f"{cause}/abs": total_abs / num_tokens, f"{cause}/kl": total_kl / num_tokens}
-    return found
+            metrics |= {f"{cause}/abs": total_abs / num_tokens, f"{cause}/kl": total_kl / num_tokens}
+    return metrics
 
 
 def _sums(log_ratios_N: Tensor, lags_N: Tensor, sequence_N: Tensor, trained_M: Tensor, num_sequences: int) -> Tensor:
     oldest_S = lags_N.new_zeros(num_sequences).scatter_reduce(0, sequence_N, lags_N, "amax")
     cause_N = (oldest_S[sequence_N] > 0).long().masked_fill(lags_N > 0, 2)
-    # Selected, not multiplied by 0: what stands on a masked token may be a nan.
+    # Selected, not multiplied by 0: the value at a masked token may be a nan.
     differences_M, cause_M = log_ratios_N.index_select(0, trained_M).double(), cause_N.index_select(0, trained_M)
     columns = torch.stack([differences_M.abs(), -differences_M, torch.ones_like(differences_M)], dim=1)
     return columns.new_zeros(len(CAUSES), 3).index_add_(0, cause_M, columns)

@@ -48,14 +48,17 @@ def own_advantages(group: Sequence[ScoredRollout], config: LossConfig) -> list[t
     subject = f"loss.advantage_function={config.advantage_function}"
     result = own_function(config.advantage_function)(group, **config.advantage_options)
     try:
-        found = [tuple(map(float, one)) if isinstance(one, Sequence) else (float(one),) for one in result]
+        advantages = [
+            tuple(map(float, advantage)) if isinstance(advantage, Sequence) else (float(advantage),)
+            for advantage in result
+        ]
     except (TypeError, ValueError):
         raise ConfigError(f"{subject}: returned {str(result)[:80]}, not a number or numbers per rollout") from None
-    if len(found) != len(group):
-        raise ConfigError(f"{subject}: returned {len(found)} values for a group of {len(group)} rollouts")
-    for values, rollout in zip(found, group, strict=True):
+    if len(advantages) != len(group):
+        raise ConfigError(f"{subject}: returned {len(advantages)} values for a group of {len(group)} rollouts")
+    for values, rollout in zip(advantages, group, strict=True):
         if len(values) not in (1, rollout.num_turns):
             raise ConfigError(f"{subject}: returned {len(values)} advantages for {rollout.num_turns} turns")
         if not all(map(math.isfinite, values)):
             raise ConfigError(f"{subject}: returned {values[0] if len(values) == 1 else values}, which is not finite")
-    return found
+    return advantages

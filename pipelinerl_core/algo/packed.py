@@ -29,7 +29,7 @@ class PackLayout:
     sequence_T: Tensor
     """int32, the sequence of each token."""
     block_masks: dict[int | None, Any] = field(default_factory=dict)
-    """Of flex attention, by sliding window: made once for all layers (training/attention.py)."""
+    """Masks of flex attention, by sliding window: made once for all layers (training/attention.py)."""
 
     @property
     def num_sequences(self) -> int:
@@ -110,7 +110,7 @@ class PackedBatch:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it holds no row: one masked token, so that a rank without work does what the others do."""
+        """Whether the pack has no row. Such a pack is one masked token, so that all ranks run the same operations."""
         return self.row_S.numel() == 0
 
     @property

@@ -57,11 +57,11 @@ class OwnedTokens:
 
 def owners(rollout: Rollout, epoch: int) -> list[OwnedTokens]:
     """The actor epochs that sampled the tokens of a rollout, in order. epoch: of the actor that finished it."""
-    found, start = [], 0
+    owned, start = [], 0
     for name, origin_epoch, num_tokens in rollout.origins:
-        found.append(OwnedTokens(f"{name}/{origin_epoch}", start, min(start + num_tokens, rollout.num_tokens)))
-        start = found[-1].end
-    return [*found, OwnedTokens(f"{rollout.actor}/{epoch}", start, rollout.num_tokens)]
+        owned.append(OwnedTokens(f"{name}/{origin_epoch}", start, min(start + num_tokens, rollout.num_tokens)))
+        start = owned[-1].end
+    return [*owned, OwnedTokens(f"{rollout.actor}/{epoch}", start, rollout.num_tokens)]
 
 
 def num_fresh_tokens(rollout: Rollout) -> int:

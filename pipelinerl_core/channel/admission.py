@@ -60,10 +60,10 @@ def id_of(metadata: bytes) -> int:
     if len(metadata) > MAX_MESSAGE_BYTES:
         return 0
     try:
-        found = json.loads(metadata)
+        message = json.loads(metadata)
     except (ValueError, RecursionError):
         return 0
-    number = found.get("id") if isinstance(found, dict) else None
+    number = message.get("id") if isinstance(message, dict) else None
     return number if isinstance(number, int) and 0 <= number <= MAX_COUNT else 0
 
 

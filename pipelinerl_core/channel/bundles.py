@@ -142,10 +142,10 @@ def frames_of_writes(frames: Iterable[Frame]) -> Iterator[list[Frame]]:
         yield part
 
 
-def _can_merge(one: Frame, other: Frame) -> bool:
-    if not (one.is_group and other.is_group) or one.rows is None or other.rows is None:
+def _can_merge(frame: Frame, other: Frame) -> bool:
+    if not (frame.is_group and other.is_group) or frame.rows is None or other.rows is None:
         return False
-    return bool(one.rows.schema.equals(other.rows.schema, check_metadata=True))
+    return bool(frame.rows.schema.equals(other.rows.schema, check_metadata=True))
 
 
 def merged(frames: Sequence[Frame]) -> tuple[bytes, pa.RecordBatch | None]:

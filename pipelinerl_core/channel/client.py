@@ -149,8 +149,8 @@ class HubClient:
         """
         limit_seconds = self._deadline_seconds if timeout is None else timeout
         deadline = time.monotonic() + limit_seconds
-        found: dict[tuple[int, int], RowsAnswer] = {}
-        while missing := tuple(group for group in message.groups if group not in found):
+        answers: dict[tuple[int, int], RowsAnswer] = {}
+        while missing := tuple(group for group in message.groups if group not in answers):
             if time.monotonic() >= deadline:
                 raise HubUnavailable(
                     f"rows of {len(missing)} of {len(message.groups)} groups of step {message.step} did not come "
@@ -160,8 +160,8 @@ class HubClient:
             with _Exchange(self._connection, [part.id]) as exchange:
                 exchange.send([_Call(part, None, self._faults)])
                 for header, rows in exchange.stream(self._retry_seconds, deadline):
-                    found[header.group_id, header.attempt] = (header, rows)
-        return [found[group] for group in message.groups]
+                    answers[header.group_id, header.attempt] = (header, rows)
+        return [answers[group] for group in message.groups]
 
     def close(self, *, bye: bool = True) -> None:
         """End the exchange, after a `bye` request if `bye` is set. Takes a few seconds at most."""
@@ -248,26 +248,26 @@ class _Exchange:
 
     def stream(self, patience_seconds: float, deadline: float) -> "list[RowsAnswer]":
         """The rows that arrive up to the last group, or until none arrives for `patience_seconds`."""
-        found: list[RowsAnswer] = []
+        answers: list[RowsAnswer] = []
         while (parts := self.next(min(deadline, time.monotonic() + patience_seconds))) is not None:
             for answer, rows in parts:
                 if isinstance(answer, Refused):
                     raise error_of(answer)
                 if not isinstance(answer, RowsHeader) or rows is None:
                     raise StreamError(f"the hub answered a request for rows with {answer.kind} and no rows")
-                found.append((answer, rows))
+                answers.append((answer, rows))
                 if answer.remaining == 0:
-                    return found
-        return found
+                    return answers
+        return answers
 
     def following(self, num_groups: int, patience_seconds: float) -> "list[RowsAnswer]":
         """The rows that follow an answer, until none arrives for `patience_seconds`."""
-        found: dict[tuple[int, int], RowsAnswer] = {}
-        while len(found) < num_groups and (parts := self.next(time.monotonic() + patience_seconds)) is not None:
+        answers: dict[tuple[int, int], RowsAnswer] = {}
+        while len(answers) < num_groups and (parts := self.next(time.monotonic() + patience_seconds)) is not None:
             for answer, rows in parts:
                 if isinstance(answer, RowsHeader) and rows is not None:  # otherwise a repeated answer
-                    found[answer.group_id, answer.attempt] = (answer, rows)
-        return list(found.values())
+                    answers[answer.group_id, answer.attempt] = (answer, rows)
+        return list(answers.values())
 
     def next(self, until: float) -> list[Received] | None:
         """The next answers, or None at `until`. Raises HubUnavailable if the connection is lost."""

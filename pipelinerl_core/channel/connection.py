@@ -188,8 +188,8 @@ class Connection:
             mailbox = self.waiting.get(part.answer.re)
             if mailbox is not None:
                 parts.setdefault(mailbox, []).append(part)
-        for mailbox, found in parts.items():
-            mailbox.put(found)
+        for mailbox, received in parts.items():
+            mailbox.put(received)
 
 
 def _open_exchange(url: str, token: str, command: bytes, certificate: str) -> tuple[Any, Any, Any]:

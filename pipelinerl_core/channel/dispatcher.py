@@ -199,12 +199,12 @@ class Dispatcher:
 
     def _handle_together(self, peer: PeerConnection, groups: Sequence[Group], rows: pa.RecordBatch) -> list[Answer]:
         try:
-            found = self._service.handle_groups(peer.name, groups, rows)
+            answers = self._service.handle_groups(peer.name, groups, rows)
         except Exception as error:  # noqa: BLE001 - answered, see _refusal
             return [_refusal(peer, group, error) for group in groups]
         return [
             _refusal(peer, group, answer) if isinstance(answer, Exception) else answer
-            for group, answer in zip(groups, found, strict=True)
+            for group, answer in zip(groups, answers, strict=True)
         ]
 
     def _answer_group(self, peer: PeerConnection, group: Group, rows: pa.RecordBatch, is_checked: bool) -> Answer:

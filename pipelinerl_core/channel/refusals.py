@@ -54,8 +54,8 @@ _UNKNOWN = Refusal(None, Next.END)
 
 def code_of(error: PipelineRLError) -> str:
     """The code of the refusal for an error of the hub."""
-    found = (code for code, refusal in REFUSALS.items() if refusal.error and isinstance(error, refusal.error))
-    return next(found, "internal")
+    codes = (code for code, refusal in REFUSALS.items() if refusal.error and isinstance(error, refusal.error))
+    return next(codes, "internal")
 
 
 def error_of(refused: Refused) -> PipelineRLError:

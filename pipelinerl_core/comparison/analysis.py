@@ -152,14 +152,14 @@ def run_figures(run: ComparedRun, target: float) -> dict[str, float | None]:
     samples = samples_by_step(run.commits)
     kl = [commit.metrics["importance/kl"] for commit in run.commits.values() if "importance/kl" in commit.metrics]
     return {
-        "time_to_target_seconds": first_crossing([(one.seconds, one.accuracy) for one in curve], target),
-        "samples_to_target": first_crossing([(float(one.samples), one.accuracy) for one in curve], target),
+        "time_to_target_seconds": first_crossing([(point.seconds, point.accuracy) for point in curve], target),
+        "samples_to_target": first_crossing([(float(point.samples), point.accuracy) for point in curve], target),
         "samples_per_second": samples[last] / seconds[last] if seconds.get(last) else None,
         "rollouts_per_second": _steady_rate(samples, seconds),
         **step_costs(run.commits, seconds),
         **{key: _nested(run.report, path) for key, path in _FROM_REPORT.items()},
         "kl_mean": statistics.fmean(kl) if kl else None,
-        "best_accuracy": max((one.accuracy for one in curve), default=None),
+        "best_accuracy": max((point.accuracy for point in curve), default=None),
         "steps": float(last),
         "seconds": seconds.get(last),
     }
@@ -228,7 +228,7 @@ def compare(runs: Sequence[ComparedRun], arms: Sequence[str], reference: str, ta
         figures = {seed: run_figures(run, target) for seed, run in own.items()}
         if figures:
             keys = next(iter(figures.values()))
-            table[name] = {key: spread({seed: one[key] for seed, one in figures.items()}) for key in keys}
+            table[name] = {key: spread({seed: values[key] for seed, values in figures.items()}) for key in keys}
             table[name]["emulated"] = any(run.is_emulated for run in own.values())
     if reference in table:
         for entry in table.values():

@@ -22,8 +22,8 @@ class Budget:
         self._clock = clock
         self._ends_at = clock() + seconds
         self._spent: dict[str, list[float]] = {}
-        for arm, one in spent:
-            self.note(arm, one)
+        for arm, run_seconds in spent:
+            self.note(arm, run_seconds)
         self._begun = set(begun)
         self.dropped: list[PlannedRun] = []
 

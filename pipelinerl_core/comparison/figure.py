@@ -82,12 +82,12 @@ def _css(index: int) -> str:
 
 def _over_time(arms: Sequence[str], runs: Sequence[ComparedRun], target: float) -> str:
     axis = Axis("seconds since the first actor could start", text=_thousands, low=0.0)
-    return _accuracy("Accuracy against wall clock", arms, runs, target, axis, lambda one: one.seconds)
+    return _accuracy("Accuracy against wall clock", arms, runs, target, axis, lambda point: point.seconds)
 
 
 def _over_samples(arms: Sequence[str], runs: Sequence[ComparedRun], target: float) -> str:
     axis = Axis("rollouts trained", text=_thousands, low=0.0)
-    return _accuracy("Accuracy against samples", arms, runs, target, axis, lambda one: float(one.samples))
+    return _accuracy("Accuracy against samples", arms, runs, target, axis, lambda point: float(point.samples))
 
 
 def _accuracy(
@@ -100,11 +100,13 @@ def _accuracy(
 ) -> str:
     series: list[Series] = []
     for index, arm in enumerate(arms):
-        curves = [{one.version: (x_of(one), one.accuracy) for one in learning_curve(run)} for run in _own(arm, runs)]
+        curves = [
+            {point.version: (x_of(point), point.accuracy) for point in learning_curve(run)} for run in _own(arm, runs)
+        ]
         if len(curves) > 1:
             series += [Series(arm, list(curve.values()), _css(index), kind="faint") for curve in curves]
         series.append(Series(arm, _mean_points(curves), _css(index)))
-    end = max((x for one in series for x, _ in one.points), default=1.0)
+    end = max((x for curve in series for x, _ in curve.points), default=1.0)
     series.insert(0, Series("target", [(0.0, target), (end, target)], "target", kind="faint"))
     return charts.line_chart(title, series, x_axis, Axis("accuracy"))
 

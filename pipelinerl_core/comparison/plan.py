@@ -77,7 +77,7 @@ class Plan:
     name: str
     reference: str
     digest: str
-    """Of arms, target, margin and reference. Seeds and budget are excluded: more seeds extend the same comparison."""
+    """Digest of arms, target, margin and reference. Seeds and budget are excluded: more seeds extend a comparison."""
     runs: tuple[PlannedRun, ...]
     """Ordered by seed, so that a budget leaves out whole seeds."""
 

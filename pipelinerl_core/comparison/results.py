@@ -59,7 +59,7 @@ class Results:
 
     def write(self, dropped: list[PlannedRun]) -> dict[str, Any]:
         """Compare all complete runs; writes the three objects and returns comparison.json."""
-        own = [one for one in map(self._compared, self._plan.runs) if one is not None]
+        own = [run for run in map(self._compared, self._plan.runs) if run is not None]
         peers = self._peers
         runs = [*own, *peers]
         wanted = self._plan.wanted
@@ -116,7 +116,7 @@ class Results:
     def _entry(self, run: ComparedRun) -> dict[str, Any]:
         """A run in comparison.json."""
         figures = run_figures(run, self._plan.wanted.target)
-        steps = next(one.config.trainer.steps for one in self._plan.runs if one.run_id == run.run_id)
+        steps = next(planned.config.trainer.steps for planned in self._plan.runs if planned.run_id == run.run_id)
         return {
             "run_id": run.run_id,
             "arm": run.arm,
@@ -133,6 +133,6 @@ class Results:
 
 def _curve(run: ComparedRun) -> list[dict[str, float]]:
     return [
-        {"version": one.version, "seconds": one.seconds, "samples": one.samples, "accuracy": one.accuracy}
-        for one in learning_curve(run)
+        {"version": point.version, "seconds": point.seconds, "samples": point.samples, "accuracy": point.accuracy}
+        for point in learning_curve(run)
     ]

@@ -27,7 +27,7 @@ class RatesMissing(PipelineRLError):
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What was tried for one arm."""
+    """The learning rates that were tried for one arm."""
 
     arm: str
     seconds: Mapping[float, float | None]
@@ -54,7 +54,7 @@ class Search:
 def parse_rates(text: str) -> tuple[float, ...]:
     """The grid, in increasing order. Raises ConfigError."""
     try:
-        rates = sorted({float(one) for one in text.split(",")})
+        rates = sorted({float(rate) for rate in text.split(",")})
     except ValueError:
         rates = []
     if len(rates) < 2 or rates[0] <= 0:
@@ -100,9 +100,12 @@ def _searched(
     document = compare(plan)
     if document["dropped"] or document["failed"]:
         raise RatesMissing("the search for learning rates is not complete. Run the same command again")
-    found = document["arms"]
+    figures = document["arms"]
     return [
-        Search(arm.name, {rate: _seconds(found[name]) for one, rate, name in points if one.name == arm.name})
+        Search(
+            arm.name,
+            {rate: _seconds(figures[name]) for point_arm, rate, name in points if point_arm.name == arm.name},
+        )
         for arm in arms
     ]
 
@@ -117,7 +120,7 @@ def _at(arm: Arm, rate: float, name: str) -> Arm:
 
 def _leader(arm: Arm, arms: Iterable[Arm]) -> str:
     leader = _FOLLOWED.get(arm.name, arm.name)
-    return leader if leader in [one.name for one in arms] else arm.name
+    return leader if leader in [other.name for other in arms] else arm.name
 
 
 def search_lines(searches: Iterable[Search]) -> list[str]:

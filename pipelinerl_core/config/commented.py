@@ -58,7 +58,7 @@ def _comment(text: str) -> str:
 def _inline(value: Any) -> str:
     """A JSON value as TOML on one line."""
     if isinstance(value, Mapping):
-        pairs = (f"{json.dumps(str(key))} = {_inline(one)}" for key, one in value.items() if one is not None)
+        pairs = (f"{json.dumps(str(key))} = {_inline(entry)}" for key, entry in value.items() if entry is not None)
         return "{ " + ", ".join(pairs) + " }" if value else "{}"
     if isinstance(value, list):
         return f"[{', '.join(map(_inline, value))}]"

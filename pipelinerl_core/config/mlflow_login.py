@@ -30,6 +30,8 @@ def take_login(uri: str) -> str:
 def without_logins(overrides: Iterable[str]) -> tuple[str, ...]:
     """The overrides, which are recorded and shown, without a login (see `take_login`)."""
     return tuple(
-        _SETTING + take_login(one.removeprefix(_SETTING).strip("\"'")) if one.startswith(_SETTING) else one
-        for one in overrides
+        _SETTING + take_login(override.removeprefix(_SETTING).strip("\"'"))
+        if override.startswith(_SETTING)
+        else override
+        for override in overrides
     )

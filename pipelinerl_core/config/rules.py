@@ -363,7 +363,7 @@ def _weights_of_reward_problem(config: Settings) -> str | None:
 
 
 def _variables_problem(key: str, names: tuple[str, ...]) -> str | None:
-    if hidden := [one for one in names if not one.isidentifier() or one.startswith("PIPELINERL_")]:
+    if hidden := [name for name in names if not name.isidentifier() or name.startswith("PIPELINERL_")]:
         return f"{key} names {hidden[0]!r}, which a user's code cannot get. Name variables of your own"
     return None
 

@@ -295,10 +295,10 @@ def _check_refs(columns: _Columns, refs: Sequence[GroupRef], starts_G: NDArray[n
     names_R = list(zip(*(columns[name].to_pylist() for name in ("group_id", "attempt", "actor")), strict=True))
     origins_R = origins_of(columns["origins"])
     for ref, num_tokens, start, end in zip(refs, tokens_G, bounds, bounds[1:], strict=False):
-        found = (*names_R[start], num_tokens, total_origins(origins_R[start:end]))
+        actual = (*names_R[start], num_tokens, total_origins(origins_R[start:end]))
         named = (ref.group_id, ref.attempt, ref.actor, ref.num_tokens, ref.origins)
-        if found != named:
+        if actual != named:
             raise SchemaMismatch(
                 f"row {start}: the rows of this group are (group_id, attempt, actor, tokens, origins) = "
-                f"{reprlib.repr(found)}, their message names {reprlib.repr(named)}"
+                f"{reprlib.repr(actual)}, their message names {reprlib.repr(named)}"
             )

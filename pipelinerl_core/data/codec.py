@@ -170,7 +170,7 @@ def components_of(column: pa.ListArray) -> list[tuple[RewardComponent, ...]]:
 
 def component_column(rows: Sequence[Sequence[RewardComponent]]) -> pa.Array:
     """The inverse of `components_of`."""
-    return pa.array([[one._asdict() for one in row] or None for row in rows], pa.list_(COMPONENT_TYPE))
+    return pa.array([[component._asdict() for component in row] or None for row in rows], pa.list_(COMPONENT_TYPE))
 
 
 def origins_in(batch: pa.RecordBatch) -> tuple[Origin, ...]:
@@ -213,10 +213,10 @@ def from_segment(data: bytes | memoryview, key: str = "segment") -> list[pa.Reco
         for batch in batches:
             batch.validate(full=True)
         recorded = (reader.metadata or {}).get(_CHECKSUMS, b"")
-        found = _checksums(batches)
+        computed = _checksums(batches)
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
         raise SchemaMismatch(f"{key}: torn or corrupt Arrow file: {error}") from error
-    if recorded != found:
+    if recorded != computed:
         raise SchemaMismatch(f"{key}: its values do not match the checksums in its footer")
     return batches
 

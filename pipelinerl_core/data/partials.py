@@ -153,12 +153,12 @@ class PartialReader:
 
     def holders(self) -> dict[int, list[PreviousHolder]]:
         """group_id -> all holders whose log has rows of the group, newest attempt first. Reads every log."""
-        found: dict[int, list[PreviousHolder]] = {}
+        previous: dict[int, list[PreviousHolder]] = {}
         names = {tuple(key.split("/")[1:3]) for key in list_keys(self._store, "partials")}
         for actor, epoch in sorted(names):
             for group_id, attempt in self._rows(actor, int(epoch)):
-                found.setdefault(group_id, []).append(PreviousHolder(actor, int(epoch), attempt))
-        return {group_id: sorted(holders, key=lambda h: -h.attempt) for group_id, holders in found.items()}
+                previous.setdefault(group_id, []).append(PreviousHolder(actor, int(epoch), attempt))
+        return {group_id: sorted(holders, key=lambda h: -h.attempt) for group_id, holders in previous.items()}
 
     def _rows(self, actor: str, epoch: int) -> dict[GroupKey, list[PartialRow]]:
         since = self._clock() - _CACHE_SECONDS

@@ -9,7 +9,7 @@ import pyarrow as pa
 from pipelinerl_core.errors import SchemaMismatch
 
 SCHEMA_VERSION = "2"
-"""Of all three schemas; any change increments the version."""
+"""Version of all three schemas; any change increments the version."""
 
 SPAN_TYPE = pa.struct(
     [

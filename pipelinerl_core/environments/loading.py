@@ -18,24 +18,24 @@ class UserEnvironment:
 
         code: text of the file; None for a module. weights: replace weights of the class by name.
         """
-        found, self.file = load(path, code, "class")
+        loaded, self.file = load(path, code, "class")
         self._name = path.rpartition(":")[2]
-        if not inspect.isclass(found):
-            raise Invalid(f"{self._name} is not a class, but has the type {type(found).__name__}. Name a class")
-        self._check_options(found, options)
-        self._instance: Any = found(**options)
+        if not inspect.isclass(loaded):
+            raise Invalid(f"{self._name} is not a class, but has the type {type(loaded).__name__}. Name a class")
+        self._check_options(loaded, options)
+        self._instance: Any = loaded(**options)
         self.weights = self._checked_weights(weights)
         self.note = str(getattr(self._instance, "note", ""))[:500]
         self._play = self._method("play", "task", "ask", "seed")
-        self.scores_groups = hasattr(found, "score_group")
-        if self.scores_groups and hasattr(found, "score"):
+        self.scores_groups = hasattr(loaded, "score_group")
+        if self.scores_groups and hasattr(loaded, "score"):
             raise Invalid(f"{self._name} has both score and score_group. Write one of them")
         name, parameter = ("score_group", "transcripts") if self.scores_groups else ("score", "transcript")
         self._score = self._method(name, "task", parameter)
         if not inspect.iscoroutinefunction(self._play):
             raise Invalid(f"{self._name}.play is not async. Write `async def play(self, task, ask, seed)`")
-        self.has_tasks = hasattr(found, "task")
-        if self.has_tasks != hasattr(found, "held_out"):
+        self.has_tasks = hasattr(loaded, "task")
+        if self.has_tasks != hasattr(loaded, "held_out"):
             there, missing = ("task", "held_out") if self.has_tasks else ("held_out", "task")
             raise Invalid(f"{self._name} has {there}, but no {missing}. Write both, or neither to use prompts.*")
         self._held_out: dict[int, list[Any]] = {}
@@ -94,17 +94,25 @@ class UserEnvironment:
         except Invalid as error:
             raise Invalid(f"{error}{_place(self._score)}") from None
 
-    def _check_options(self, found: type, options: Mapping[str, Any]) -> None:
-        parameters = list(inspect.signature(found).parameters.values())
-        named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-        known = [one.name for one in named]
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    def _check_options(self, environment_class: type, options: Mapping[str, Any]) -> None:
+        parameters = list(inspect.signature(environment_class).parameters.values())
+        named = [
+            parameter
+            for parameter in parameters
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        ]
+        known = [parameter.name for parameter in named]
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         if unknown := [name for name in options if name not in known and not takes_all]:
             raise Invalid(
                 f"environment.options.{unknown[0]}: {self._name} has no such option. "
                 f"Options: {', '.join(known) or 'none'}"
             )
-        if missing := [one.name for one in named if one.default is one.empty and one.name not in options]:
+        if missing := [
+            parameter.name
+            for parameter in named
+            if parameter.default is parameter.empty and parameter.name not in options
+        ]:
             raise Invalid(f"environment.options.{missing[0]} is not set, but {self._name} requires this option")
 
     def _checked_weights(self, replaced: Mapping[str, float]) -> dict[str, float]:

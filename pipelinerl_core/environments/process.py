@@ -157,11 +157,11 @@ class EnvironmentProcess(SupervisedChild[_Episode]):
         """Blame the episode whose code ran; all other episodes are played again."""
         cause, _ = self._running.get()
         is_overdue, self._is_overdue = self._is_overdue, False
-        playing = {identity: one for identity, one in self._requests.items() if one.is_playing}
+        playing = {identity: episode for identity, episode in self._requests.items() if episode.is_playing}
         if 0 <= cause < self._next_id:
             blamed = [playing[cause]] if cause in playing else []  # else the error of the episode was the cause
         else:
-            blamed = [one for one in playing.values() if one.asking is None]
+            blamed = [episode for episode in playing.values() if episode.asking is None]
             cause = -1
         limit = f"environment.call_seconds={self._call_seconds:g}"
         reason = f"ended (exit code {exit_code})"
@@ -176,7 +176,7 @@ class EnvironmentProcess(SupervisedChild[_Episode]):
                 self._fail_episode(episode, reason_of_one, is_timeout=True)
             elif episode.deaths >= MAX_DEATHS:
                 self._fail(episode, f"{MAX_DEATHS} times during this episode, the process {reason}")
-        num_again = sum(not one.future.done() for one in playing.values())
+        num_again = sum(not episode.future.done() for episode in playing.values())
         logger.warning("%s: the process %s; %d episodes start again", self._title, reason, num_again)
         for episode in playing.values():
             episode.is_playing = False
@@ -203,8 +203,8 @@ class EnvironmentProcess(SupervisedChild[_Episode]):
         else:
             line = {
                 "score": identity,
-                "transcripts": [one.text for one in episode.transcripts],
-                "nums_turns": [one.num_turns for one in episode.transcripts],
+                "transcripts": [transcript.text for transcript in episode.transcripts],
+                "nums_turns": [transcript.num_turns for transcript in episode.transcripts],
             }
         self._send(as_line({**line, "task": episode.task}))
 
@@ -300,7 +300,9 @@ def _parsed_or_none(line: bytes) -> Any:
 
 
 def _are_messages(messages: list[Any]) -> bool:
-    return bool(messages) and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages)
+    return bool(messages) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
+    )
 
 
 def _score(reward: float, components: Mapping[str, float]) -> Score:

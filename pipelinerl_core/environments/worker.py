@@ -68,7 +68,7 @@ class Exited(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepare:
-    """What the parent sends first."""
+    """The first message of the parent."""
 
     path: str
     """FILE.py:CLASS or package.module:CLASS."""
@@ -349,7 +349,7 @@ class Worker:
         now = monotonic()
         elapsed, self._last_beat, self._since = min(now - self._last_beat, 2 * BEAT_SECONDS), now, now
         self._running.set(NO_EPISODE, now)
-        for episode in [one for one in self._episodes.values() if one.has_turn]:
+        for episode in [episode for episode in self._episodes.values() if episode.has_turn]:
             episode.charge(elapsed)
             if reason := episode.exceeded(self._prepare):
                 place = _place_of_await(episode.coroutine, self._environment.file)

@@ -79,7 +79,7 @@ def _level_options(task: str, level: int | None) -> dict[str, Any]:
 
 def _checked(task: str, options: Mapping[str, Any]) -> dict[str, Any]:
     known = known_options(task)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in options.items():
         key = f"prompts.options.{task}.{name}"
         if name not in known:
@@ -88,14 +88,14 @@ def _checked(task: str, options: Mapping[str, Any]) -> dict[str, Any]:
                 f"{key}: no such option{f'; did you mean {near[0]}?' if near else '.'} {options_text(task)}"
             )
         try:
-            found[name] = TypeAdapter(known[name][0]).validate_json(json.dumps(value), strict=True)
+            values[name] = TypeAdapter(known[name][0]).validate_json(json.dumps(value), strict=True)
         except ValidationError as error:
             reason = error.errors()[0]["msg"].lower()
             raise ConfigError(f"{key}={json.dumps(value)}: {reason}. {options_text(task)}") from None
     if task == COMPOSITE:
-        for part in found.get("datasets", ()):
+        for part in values.get("datasets", ()):
             check_task(part.name)
-    return found
+    return values
 
 
 def options_text(task: str) -> str:

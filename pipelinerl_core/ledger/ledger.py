@@ -108,8 +108,8 @@ class Ledger(LedgerView):
 
     def restore_holders(self, holders: Mapping[int, Sequence[PreviousHolder]]) -> None:
         """Add the actor epochs whose logs in the store hold tokens of queued groups."""
-        for group_id, found in holders.items():
-            self._pool.leases.add_previous_holders(group_id, found)
+        for group_id, previous in holders.items():
+            self._pool.leases.add_previous_holders(group_id, previous)
 
     # ---- actors ----------------------------------------------------------------------------------------------
 
@@ -265,8 +265,8 @@ class Ledger(LedgerView):
         if not refs:
             return
         summaries = {ref.group_id: self._pool.take_reserved(ref) for ref in refs}
-        found = {group_id: summary for group_id, summary in summaries.items() if summary is not None}
-        self._reserve(step, list(refs), found, is_answered=False)
+        taken = {group_id: summary for group_id, summary in summaries.items() if summary is not None}
+        self._reserve(step, list(refs), taken, is_answered=False)
         # The trainer commits these fates. If it dies first, they return to the pool with the reservation.
         reservation = self._pool.reservations[step]
         fates, self._pool.fates = self._pool.fates[num_fates:], self._pool.fates[:num_fates]

@@ -63,27 +63,27 @@ def store_calibration(calibration: Calibration) -> Path:
 def cached_calibration(config: RunConfig) -> Calibration | None:
     """The calibration of these settings on this machine; None if there is none or its file cannot be read."""
     try:
-        found: dict[str, Any] = json.loads(_path(config).read_text(encoding="utf-8"))
-        if found["format"] != _FORMAT:
+        stored: dict[str, Any] = json.loads(_path(config).read_text(encoding="utf-8"))
+        if stored["format"] != _FORMAT:
             return None
-        known = found["length_groups"]
+        known = stored["length_groups"]
         groups = None if known is None else np.array(known, dtype=np.int64)
-        lengths = Lengths(np.array(found["length_shares"]), groups, found["lengths_are_course"])
+        lengths = Lengths(np.array(stored["length_shares"]), groups, stored["lengths_are_course"])
         return Calibration(
-            config=build_config(found["config"]),
-            speeds=_speeds(found["speeds"]),
-            other_speeds=_speeds(other) if (other := found["other_speeds"]) else None,
-            work=Work(lengths=lengths, **found["work"]),
-            measured=Prediction(**measured) if (measured := found.get("measured")) else None,
-            cores=found["cores"],
-            origin=found["origin"],
+            config=build_config(stored["config"]),
+            speeds=_speeds(stored["speeds"]),
+            other_speeds=_speeds(other) if (other := stored["other_speeds"]) else None,
+            work=Work(lengths=lengths, **stored["work"]),
+            measured=Prediction(**measured) if (measured := stored.get("measured")) else None,
+            cores=stored["cores"],
+            origin=stored["origin"],
         )
     except (OSError, ValueError, KeyError, TypeError, ConfigError):
         return None
 
 
-def _speeds(found: dict[str, Any]) -> MeasuredSpeeds:
-    return MeasuredSpeeds(decode=Line(**found["decode"]), train=Line(**found["train"]))
+def _speeds(stored: dict[str, Any]) -> MeasuredSpeeds:
+    return MeasuredSpeeds(decode=Line(**stored["decode"]), train=Line(**stored["train"]))
 
 
 def _path(config: RunConfig) -> Path:

@@ -71,7 +71,7 @@ class Calibration:
     origin: str = ""
     """Where the figures were measured."""
     ess_by_lag: tuple[EssAtLag, ...] = ()
-    """Of the recorded steps, by increasing lag."""
+    """Effective sample sizes of the recorded steps, by increasing lag."""
     other_speeds: MeasuredSpeeds | None = None
     """Speeds if engines and trainer compute at the same time and took turns in the recorded run, or the other way
     round; None: not measured, assumed equal."""
@@ -95,16 +95,16 @@ class Calibration:
 
     def warnings_of(self, config: RunConfig) -> list[str]:
         """See `Source`."""
-        found = ["evaluations"]
+        warnings = ["evaluations"]
         decode, slots = self.speeds.decode, config.engine.concurrency
         if slots > _WIDE * decode.highest:
-            found.append(
+            warnings.append(
                 f"the time of a decode step of {slots} sequences (engine.concurrency), which is extrapolated: at "
                 f"most {decode.highest:.0f} ran at once"
             )
         if config.placement.actors > self.config.placement.actors and not self.cores:
-            found.append("a limit of cores or accelerators: each further actor is as fast as the recorded ones")
-        return found
+            warnings.append("a limit of cores or accelerators: each further actor is as fast as the recorded ones")
+        return warnings
 
 
 def calibrate(facts: RunFacts, *others: RunFacts, cores: int = 0) -> Calibration:
@@ -150,13 +150,13 @@ def calibrate(facts: RunFacts, *others: RunFacts, cores: int = 0) -> Calibration
         arrival_seconds=max(0.0, float(np.mean([step.scoring_seconds for step in steps]))),
         equal_share=_equal_share(kept) if config.rollouts.filter_zero_variance else 0.0,
     )
-    found, speeds = _measured(facts, config, kept), MeasuredSpeeds(decode=decode, train=train)
-    speeds, usable = _corrected(shortened(config), speeds, work, kept, found)
+    figures, speeds = _measured(facts, config, kept), MeasuredSpeeds(decode=decode, train=train)
+    speeds, usable = _corrected(shortened(config), speeds, work, kept, figures)
     return Calibration(
         config=config,
         speeds=speeds,
         work=replace(work, usable_slots=usable),
-        measured=found,
+        measured=figures,
         cores=cores,
         origin=facts.run.run_id,
         ess_by_lag=_ess_by_lag(facts),
@@ -176,7 +176,7 @@ def _corrected(
     speeds: MeasuredSpeeds,
     work: Work,
     commits: Sequence[Commit],
-    found: Prediction,
+    figures: Prediction,
 ) -> tuple[MeasuredSpeeds, float]:
     """(speeds, usable slots): scale the time of a decode step until simulated sequences take as long per token as the
     recorded sequences, and the slots until as many are in use.
@@ -186,11 +186,11 @@ def _corrected(
     engine is paced or limits the run, and is never idle in the simulation.
     """
     measured, usable = _seconds_per_token(commits), 1.0
-    has_work = config.paces_engines or found.bottleneck == "generation"
+    has_work = config.paces_engines or figures.bottleneck == "generation"
     for _ in range(_CORRECTIONS if measured else 0):
         run = simulate(config, speeds, replace(work, usable_slots=usable))
         if has_work and run.busy_slots > _FULL * usable:
-            usable = min(1.0, found.busy_slots)
+            usable = min(1.0, figures.busy_slots)
         speeds = replace(speeds, decode=speeds.decode.times(measured / run.seconds_per_token))
     return speeds, usable
 
@@ -284,14 +284,14 @@ def _equal_share(commits: Sequence[Commit]) -> float:
 
 def _ess_by_lag(facts: RunFacts) -> tuple[EssAtLag, ...]:
     """Effective sample sizes of all steps; nothing is extrapolated, because no law of ESS over lag is known."""
-    found: dict[int, list[tuple[float, float]]] = {}
+    sizes: dict[int, list[tuple[float, float]]] = {}
     for step in facts.steps:
         metrics, num_tokens = facts.commits[step.step].metrics, int(step.lags.sum())
         if num_tokens and "importance/ess" in metrics and "importance/ess_sequence" in metrics:
             lag = round(float(step.lags @ np.arange(len(step.lags))) / num_tokens)
-            found.setdefault(lag, []).append((metrics["importance/ess"], metrics["importance/ess_sequence"]))
-    means = {lag: np.mean(values, axis=0).tolist() for lag, values in sorted(found.items())}
-    return tuple(EssAtLag(lag, len(found[lag]), *mean) for lag, mean in means.items())
+            sizes.setdefault(lag, []).append((metrics["importance/ess"], metrics["importance/ess_sequence"]))
+    means = {lag: np.mean(values, axis=0).tolist() for lag, values in sorted(sizes.items())}
+    return tuple(EssAtLag(lag, len(sizes[lag]), *mean) for lag, mean in means.items())
 
 
 def _measured(facts: RunFacts, config: RunConfig, commits: Sequence[Commit]) -> Prediction:

@@ -65,8 +65,8 @@ class Lengths:
             raise ConfigError(f"lengths times {factor:g}: the factor must be above 0")
 
         def changed(lengths: IntArray) -> IntArray:
-            found: IntArray = np.clip(np.rint(factor * lengths), 1, longest).astype(np.int64)
-            return found
+            scaled: IntArray = np.clip(np.rint(factor * lengths), 1, longest).astype(np.int64)
+            return scaled
 
         lengths = changed(np.arange(1, self.longest + 1))
         shares = np.bincount(lengths, weights=self.shares)[1:].astype(np.float64)

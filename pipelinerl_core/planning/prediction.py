@@ -45,7 +45,7 @@ class Prediction:
 
     steps_per_second: float
     mean_lag: float
-    """Of the trained tokens, optimizer steps."""
+    """Mean lag of the trained tokens, in optimizer steps."""
     trainer_idle: float
     """Share of the time in which the trainer waited for groups."""
     busy_slots: float

@@ -35,7 +35,7 @@ class Roofline:
 
     name: str
     weight_bytes: float
-    """Of the model, on one GPU of an actor."""
+    """Bytes of the model's weights on one GPU of an actor."""
     cache_bytes: float
     """Keys and values of one sequence of mean length, on one GPU."""
     bandwidth: float
@@ -141,37 +141,37 @@ class Table:
         lengths = self._lengths_of(config)
         if config.emulation.accelerators:
             return Work(lengths=lengths, prompt_tokens=self._prompt_tokens(config), sync_seconds=SYNC_SECONDS)
-        found = self._accelerators(config)
+        accelerators = self._accelerators(config)
         return Work(
             lengths=lengths,
             prompt_tokens=self._prompt_tokens(config),
-            prefill_token_seconds=found.prefill_token_seconds,
-            swap_seconds=found.swap_seconds,
-            publish_seconds=found.publish_seconds,
+            prefill_token_seconds=accelerators.prefill_token_seconds,
+            swap_seconds=accelerators.swap_seconds,
+            publish_seconds=accelerators.publish_seconds,
             sync_seconds=SYNC_SECONDS,
-            cache_tokens=found.cache_tokens,
+            cache_tokens=accelerators.cache_tokens,
         )
 
     def sources_of(self, config: RunConfig) -> dict[str, str]:
         """See `Source`."""
         if config.emulation.accelerators:
-            found = dict.fromkeys(INPUTS, "assumed: 0")
-            found |= dict.fromkeys(("decode", "train"), "configured: emulation.*")
+            sources = dict.fromkeys(INPUTS, "assumed: 0")
+            sources |= dict.fromkeys(("decode", "train"), "configured: emulation.*")
         else:
             card = CARDS[self._accelerators(config).speeds.name]
             name = self._accelerators(config).speeds.name
             flops, bandwidth = f"{card.teraflops:g} TFLOPS", f"{card.terabytes:g} TB/s"
-            found = {
+            sources = {
                 "decode": f"looked up: {name}, {EFFICIENCY['bandwidth']:.0%} of {bandwidth}, "
                 f"{EFFICIENCY['decode']:.0%} of {flops}",
                 "train": f"looked up: {name}, {EFFICIENCY['training']:.0%} of {flops} on each rank",
                 "weights": f"assumed: {_LINK_BYTES / 1e9:g} GB/s to the engines, {_SWAP_BYTES / 1e9:g} GB/s to swap",
                 "trainer": "assumed: 0",
             }
-        found["messages"] = "assumed: syncs of the hub"
-        found["completions"] = "given" if self._lengths else "assumed: uniform up to rollouts.max_tokens"
-        found["prompts"] = "assumed: half of rollouts.max_prompt_tokens"
-        return found
+        sources["messages"] = "assumed: syncs of the hub"
+        sources["completions"] = "given" if self._lengths else "assumed: uniform up to rollouts.max_tokens"
+        sources["prompts"] = "assumed: half of rollouts.max_prompt_tokens"
+        return sources
 
     def warnings_of(self, config: RunConfig) -> list[str]:
         """See `Source`."""

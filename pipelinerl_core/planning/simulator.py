@@ -40,7 +40,7 @@ _DRAWN = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What is generated and trained, and the times that `Speeds` does not have."""
+    """The generated and trained tokens, and the times that `Speeds` does not have."""
 
     lengths: Lengths
     """Lengths of completions."""
@@ -212,7 +212,7 @@ class _Simulation:
         self._sent: list[dict[str, None]] = [{} for _ in self._engines]  # leases of groups that have not arrived
         self._syncing: set[int] = set()  # engines whose next sync is scheduled
         self._wakes = [math.inf] * len(self._engines)  # time of the next event of each engine
-        self._refused = dict.fromkeys(range(len(self._engines)))  # engines that want groups, in order
+        self._refused = dict.fromkeys(range(len(self._engines)))  # engines that need groups, in order
 
     def run(self) -> SimulatedRun:
         for engine in self._engines:
@@ -290,7 +290,7 @@ class _Simulation:
         self._wake(number)
 
     def _sync(self, number: int) -> None:
-        """Request the groups that an engine wants, and schedule its next event."""
+        """Request the groups that an engine needs, and schedule its next event."""
         self._refused.pop(number, None)
         self._syncing.discard(number)
         engine = self._engines[number]

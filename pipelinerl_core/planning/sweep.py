@@ -42,17 +42,17 @@ class Point:
 
 def parse_sweep(texts: Sequence[str]) -> list[tuple[str, list[str]]]:
     """(key, values) of each `section.key=1,2,4`. Raises ConfigError."""
-    found: list[tuple[str, list[str]]] = []
+    keys: list[tuple[str, list[str]]] = []
     for text in texts:
         key, separator, values = text.partition("=")
         listed = [value for value in values.split(",") if value]
-        if not separator or not listed or key in dict(found):
+        if not separator or not listed or key in dict(keys):
             raise ConfigError(f"--sweep {text}: write section.key=1,2,4, each key once")
-        found.append((key, listed))
-    num = math.prod(len(values) for _, values in found)
+        keys.append((key, listed))
+    num = math.prod(len(values) for _, values in keys)
     if num > _MOST_SETTINGS:
         raise ConfigError(f"--sweep: {num} combinations are more than {_MOST_SETTINGS}. Give fewer values")
-    return found
+    return keys
 
 
 def sweep(
@@ -70,7 +70,7 @@ def sweep(
     """
     combinations = list(itertools.product(*([f"{key}={value}" for value in values] for key, values in keys)))
     fixed = {*given, *(key for key, _ in keys)}
-    configs = [_config(base, one, gpus, fixed) for one in combinations]
+    configs = [_config(base, combination, gpus, fixed) for combination in combinations]
     points = []
     with ProcessPoolExecutor(_PROCESSES, mp_context=get_context("spawn")) as pool:
         results = pool.map(_predict, itertools.repeat(source), configs)
@@ -90,7 +90,7 @@ def sweep(
 
 
 def best_of(points: Sequence[Point]) -> Point:
-    """The point with the most trained rollouts per second; of equal ones (1 %) the one with the smallest lag."""
+    """The point with the most trained rollouts per second; of points within 1 %, that with the smallest lag."""
     most = max(point.rollouts_per_second for point in points)
     close = [point for point in points if point.prediction and point.rollouts_per_second >= 0.99 * most]
     return min(close, key=lambda point: point.prediction.mean_lag if point.prediction else math.inf)

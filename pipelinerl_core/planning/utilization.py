@@ -37,8 +37,8 @@ class UtilizationCurve:
     def at(self, sequences: FloatArray) -> FloatArray:
         """U(h) for each h."""
         known, utilization = zip((0.0, 0.0), *self.points, strict=True)
-        found: FloatArray = np.interp(sequences, known, utilization)
-        return found
+        interpolated: FloatArray = np.interp(sequences, known, utilization)
+        return interpolated
 
     def step_flashes(self, sequences: FloatArray) -> FloatArray:
         """Flashes of one decode step with h > 0 sequences on one accelerator: h / U(h)."""

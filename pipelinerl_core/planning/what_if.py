@@ -39,7 +39,7 @@ class Changed:
     turns: int = 1
     tool_seconds: float = 0.0
     actor_speeds: tuple[float, ...] = ()
-    """Of the decode steps of each actor, relative to the source; empty: 1 for all."""
+    """Speed of the decode steps of each actor, relative to the source; empty: 1 for all."""
 
     def speeds_of(self, config: RunConfig) -> Speeds:
         """See `Source`."""
@@ -64,12 +64,12 @@ class Changed:
 
     def sources_of(self, config: RunConfig) -> Mapping[str, str]:
         """See `Source`."""
-        found = dict(self.source.sources_of(config))
+        sources = dict(self.source.sources_of(config))
         if self.lengths is None and self.factor == 1:
-            return found
-        origin = "given: --lengths" if self.lengths else found["completions"]
+            return sources
+        origin = "given: --lengths" if self.lengths else sources["completions"]
         times = f", times {self.factor:g}" if self.factor != 1 else ""
-        return found | {"completions": f"{origin}{times}, at most rollouts.max_tokens"}
+        return sources | {"completions": f"{origin}{times}, at most rollouts.max_tokens"}
 
     def warnings_of(self, config: RunConfig) -> list[str]:
         """See `Source`."""
@@ -99,8 +99,8 @@ def read_lengths(text: str, longest: int) -> Lengths:
 
 def _lengths_of_file(path: str) -> Lengths:
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        pairs = found.items() if isinstance(found, dict) else ((length, 1) for length in found)
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        pairs = content.items() if isinstance(content, dict) else ((length, 1) for length in content)
         counts = [(int(length), int(count)) for length, count in pairs]
         return Lengths.of([length for length, count in counts for _ in range(count)])
     except OSError as error:
@@ -114,7 +114,7 @@ def _lengths_of_file(path: str) -> Lengths:
 def parse_speeds(text: str) -> tuple[float, ...]:
     """Speeds of actors from `--actor-speeds`, for example 1,1,0.5. Raises ConfigError."""
     try:
-        speeds = tuple(float(one) for one in text.split(",")) if text else ()
+        speeds = tuple(float(speed) for speed in text.split(",")) if text else ()
     except ValueError:
         speeds = (0.0,)
     if not all(0 < speed < math.inf for speed in speeds):
@@ -164,40 +164,40 @@ def document(source: Source, config: RunConfig) -> dict[str, Any]:
 def recorded_document(calibration: Calibration, source: Source, changed: RunConfig | None) -> dict[str, Any]:
     """The figures of a recorded run: measured, predicted, and predicted with changed settings or lengths."""
     config = changed or calibration.config
-    found = document(source, config)
+    result = document(source, config)
     assert calibration.measured is not None
     steps = calibration.config.trainer.steps
     rows = {"measured": calibration.measured.document(steps)}
     rows["predicted"] = predict(calibration, calibration.config).document(steps)
     if changed is not None or source is not calibration:
-        rows["changed"] = found["predicted"]
-    return found | rows | {"ess_by_lag": [asdict(one) for one in calibration.ess_by_lag]}
+        rows["changed"] = result["predicted"]
+    return result | rows | {"ess_by_lag": [asdict(at_lag) for at_lag in calibration.ess_by_lag]}
 
 
-def lines(found: Mapping[str, Any]) -> list[str]:
+def lines(result: Mapping[str, Any]) -> list[str]:
     """The figures as text."""
-    columns = [name for name in ("measured", "predicted", "changed") if name in found]
+    columns = [name for name in ("measured", "predicted", "changed") if name in result]
     text = [f"{'':<18}" + "".join(f"{name:>12}" for name in columns)] if len(columns) > 1 else []
     for key, (title, form) in ROWS.items():
-        text.append(f"{title:<18}" + "".join(f"{format(found[name][key], form):>12}" for name in columns))
-    times = "".join(f"{_duration(found[name]['seconds']):>12}" for name in columns)
-    text.append(f"{'time of the run':<18}{times}   ({found['steps']} steps)")
-    text.append(f"bottleneck: {found[columns[-1]]['bottleneck']}")
-    if "changed" in found:
-        ratio = found["changed"]["steps_per_second"] / found["predicted"]["steps_per_second"]
+        text.append(f"{title:<18}" + "".join(f"{format(result[name][key], form):>12}" for name in columns))
+    times = "".join(f"{_duration(result[name]['seconds']):>12}" for name in columns)
+    text.append(f"{'time of the run':<18}{times}   ({result['steps']} steps)")
+    text.append(f"bottleneck: {result[columns[-1]]['bottleneck']}")
+    if "changed" in result:
+        ratio = result["changed"]["steps_per_second"] / result["predicted"]["steps_per_second"]
         text.append(f"with the changed settings {ratio:.2f} times the steps per second of the recorded settings")
-    if found.get("ess_by_lag"):
+    if result.get("ess_by_lag"):
         text += ["", "effective sample size of the recorded steps (other lags and settings: not predicted)"]
         text.append(f"  {'mean lag':<10}{'steps':>6}{'ess':>8}{'ess_sequence':>14}")
         text += [
-            f"  {one['lag']:<10}{one['steps']:>6}{one['ess']:>8.3f}{one['ess_sequence']:>14.3f}"
-            for one in found["ess_by_lag"]
+            f"  {row['lag']:<10}{row['steps']:>6}{row['ess']:>8.3f}{row['ess_sequence']:>14.3f}"
+            for row in result["ess_by_lag"]
         ]
-    width = max(len(one["value"]) for one in found["inputs"])
+    width = max(len(row["value"]) for row in result["inputs"])
     text += ["", "inputs"]
-    text += [f"  {one['input']:<15} {one['value']:<{width}}  {one['source']}" for one in found["inputs"]]
-    text += ["", "memory", *(f"  {line}" for line in found["memory_lines"])]
-    return [*text, "", *(f"not simulated: {warning}" for warning in found["not_simulated"])]
+    text += [f"  {row['input']:<15} {row['value']:<{width}}  {row['source']}" for row in result["inputs"]]
+    text += ["", "memory", *(f"  {line}" for line in result["memory_lines"])]
+    return [*text, "", *(f"not simulated: {warning}" for warning in result["not_simulated"])]
 
 
 def figures(prediction: Prediction | Mapping[str, Any]) -> str:

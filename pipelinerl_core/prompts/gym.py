@@ -72,16 +72,16 @@ class GymSource:
     def held_out(self, count: int) -> list[Prompt]:
         """`count` different held-out entries, the same for every seed; fewer if the draws have fewer."""
         rng = random.Random(stable_seed(NAME, "held_out"))
-        found: dict[str, Prompt] = {}
+        prompts: dict[str, Prompt] = {}
         for index in range(MAX_HELD_OUT_DRAWS * (count + 1)):
-            if len(found) == count:
+            if len(prompts) == count:
                 break
             prompt = self._entry(rng.choice(self._tasks), index, "held_out", 0)
             if is_held_out(prompt.prompt_id, GENERATED_SHARE):
-                found.setdefault(prompt.prompt_id, prompt)
-        if count and not found:
+                prompts.setdefault(prompt.prompt_id, prompt)
+        if count and not prompts:
             raise ConfigError(f"prompts.tasks={', '.join(self._tasks)}: too few entries to hold any out. Add a task")
-        return list(found.values())
+        return list(prompts.values())
 
     def _entry(self, task: str, index: int, stream: object, draw: int) -> Prompt:
         number, position = divmod(index, PAGE_ENTRIES)

@@ -108,7 +108,9 @@ def _file_rows(builder: datasets.DatasetBuilder, instruction: str, origin: str) 
     """
     options, kind = builder.config, _kind(builder)
     default = type(options)()
-    given = [one.name for one in fields(options) if getattr(options, one.name) != getattr(default, one.name)]
+    given = [
+        option.name for option in fields(options) if getattr(options, option.name) != getattr(default, option.name)
+    ]
     if others := sorted(set(given) - _KNOWN_OPTIONS):
         raise ConfigError(
             f"prompts.path={origin}: its configuration sets {', '.join(others)} for the reader of the files. This is "
@@ -137,6 +139,6 @@ def _file_rows(builder: datasets.DatasetBuilder, instruction: str, origin: str) 
     return joined([part_of(splits[part.splitname], part.from_, part.to) for part in chosen], origin)
 
 
-def _require(key: str, name: str, what: str, path: str, existing: Iterable[str]) -> None:
+def _require(key: str, name: str, noun: str, path: str, existing: Iterable[str]) -> None:
     if name not in existing:
-        raise ConfigError(f"{key}={name}: {path} has the {what} {', '.join(existing)}. Set {key} to one of them")
+        raise ConfigError(f"{key}={name}: {path} has the {noun} {', '.join(existing)}. Set {key} to one of them")

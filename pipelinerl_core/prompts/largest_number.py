@@ -35,11 +35,11 @@ class LargestNumberSource:
     def held_out(self, count: int) -> list[Prompt]:
         """At most `count` different held-out prompts, the same for every seed."""
         rng = random.Random(stable_seed(NAME, "held_out"))
-        found: dict[str, Prompt] = {}
-        while len(found) < min(count, NUM_HELD_OUT):
+        prompts: dict[str, Prompt] = {}
+        while len(prompts) < min(count, NUM_HELD_OUT):
             prompt = self._draw(rng, held_out=True)
-            found.setdefault(prompt.prompt_id, prompt)
-        return list(found.values())
+            prompts.setdefault(prompt.prompt_id, prompt)
+        return list(prompts.values())
 
     def _draw(self, rng: random.Random, *, held_out: bool) -> Prompt:
         while True:

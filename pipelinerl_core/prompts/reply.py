@@ -52,17 +52,17 @@ def split_reasoning(text: str, *, begins_in_reasoning: bool = False) -> tuple[st
 def _split_calls(content: str) -> tuple[tuple[ToolCall, ...], str]:
     """The calls, and the content without them."""
     whole = content.strip()
-    found = _read_call(whole, 0, "parameters")
-    if found and found[1] == len(whole):
-        return (found[0],), ""
+    parsed = _read_call(whole, 0, "parameters")
+    if parsed and parsed[1] == len(whole):
+        return (parsed[0],), ""
     calls, kept, position = [], [], 0
     for start in islice(_CALL_START.finditer(content), MAX_CALLS):
         if start.start() < position:
             continue  # inside an argument of the call before
-        found = _read_call(content, start.end(), "arguments")
-        end = found and _CALL_END.match(content, found[1])
-        if found and end:
-            calls.append(found[0])
+        parsed = _read_call(content, start.end(), "arguments")
+        end = parsed and _CALL_END.match(content, parsed[1])
+        if parsed and end:
+            calls.append(parsed[0])
             kept.append(content[position : start.start()])
             position = end.end()
     if not calls:

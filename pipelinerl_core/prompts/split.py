@@ -10,7 +10,7 @@ TABLE_SHARE = 0.05
 """Held-out share of the prompts of a large file or data set, unless prompts.held_out_share sets another share."""
 FEW_HELD_OUT = 16
 FEW_SHARE = 0.2
-"""Of a small file or data set FEW_HELD_OUT prompts are held out, but at most FEW_SHARE of the prompts."""
+"""If a file or data set is small, FEW_HELD_OUT prompts are held out, but at most FEW_SHARE of the prompts."""
 
 
 def prompt_id(source: str, text: str) -> str:

@@ -38,12 +38,12 @@ class Rows:
         self._key = "prompts.template: column" if section.template else "prompts.prompt_column"
         self._template = _template_parts(section.template) if section.template else [("", section.prompt_column)]
         self.ids: list[str] = []
-        """Of each row: prompt_id of the text shown to the model."""
+        """For each row, the prompt_id of the text shown to the model."""
         self.questions: list[str] = []
-        """Of each row: hash of the columns that the prompt is made of, each once, whatever the source and the
+        """For each row, the hash of the columns that the prompt is made of, each once, whatever the source and the
         template."""
         self.texts: list[str] = [] if section.template else self.questions
-        """Of each row: hash of the text shown to the model."""
+        """For each row, the hash of the text shown to the model."""
         self.num_empty_answers = 0
         for row, record in enumerate(records):
             columns = self._columns(row, record)
@@ -84,16 +84,16 @@ class Rows:
         """Rows that are the same problem as one of the rows `others` of `other`: the columns that the prompt is made
         of have the same text, or the text shown to the model or all columns are equal."""
         questions, texts = {other.questions[row] for row in others}, {other.texts[row] for row in others}
-        found = [row for row, question in enumerate(self.questions)
+        matches = [row for row, question in enumerate(self.questions)
                  if question in questions or self.texts[row] in texts]  # fmt: skip
         if {column for _, column in self._template} != {column for _, column in other._template}:
             whole = {other.row_hashes[row] for row in others}
-            found += [row for row, whole_row in enumerate(self.row_hashes) if whole_row in whole]
-        return sorted(set(found))
+            matches += [row for row, whole_row in enumerate(self.row_hashes) if whole_row in whole]
+        return sorted(set(matches))
 
     @cached_property
     def row_hashes(self) -> list[str]:
-        """Of each row: hash of all columns, whatever their order; a column that is null is as one that is missing."""
+        """For each row, the hash of all columns in any order; a null column counts as a missing column."""
         return [
             text_hash(
                 json.dumps({name: value for name, value in record.items() if value is not None}, sort_keys=True)
@@ -258,8 +258,8 @@ class TableSource:
         rows = sorted(row for row, text in self._simplified_rows.items() if text in texts)
         return self._told(rows, f"training prompts equal {name} but for case and spaces")
 
-    def _told(self, rows: Sequence[int], what: str) -> list[str]:
-        return [f"{len(rows):,} {what}; the first is {self._rows.text(rows[0])[:60]!r}"] if rows else []
+    def _told(self, rows: Sequence[int], description: str) -> list[str]:
+        return [f"{len(rows):,} {description}; the first is {self._rows.text(rows[0])[:60]!r}"] if rows else []
 
 
 def _value(record: Record, column: str) -> Any:

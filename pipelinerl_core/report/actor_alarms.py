@@ -7,12 +7,12 @@ from pipelinerl_core.run.records import Commit
 
 def alarm_lines(commits: Iterable[Commit]) -> dict[str, str]:
     """ "<actor>/<epoch>" -> one line about its first alarm in these commits, by step."""
-    found: dict[str, str] = {}
+    alarms: dict[str, str] = {}
     for commit in commits:
-        for actor, one in commit.rescored.items():
-            if one.alarm and actor not in found:
-                found[actor] = f"{actor} does not sample from the versions that its tokens name: {one.alarm}"
-    return found
+        for actor, rescored in commit.rescored.items():
+            if rescored.alarm and actor not in alarms:
+                alarms[actor] = f"{actor} does not sample from the versions that its tokens name: {rescored.alarm}"
+    return alarms
 
 
 def alarm_text(commits: Iterable[Commit]) -> str | None:

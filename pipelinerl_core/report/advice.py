@@ -93,7 +93,7 @@ def advice(evidence: Evidence | None, lengths: Lengths, config: Mapping[str, Any
 
 
 def quarantine_advice(commits: Sequence[Commit]) -> str:
-    """What was quarantined and where to look; empty if nothing was."""
+    """The quarantined tokens, and where to look for the cause; empty without such tokens."""
     num_tokens = commits[-1].tokens.get("quarantined", 0) if commits else 0
     if not num_tokens:
         return ""
@@ -290,7 +290,9 @@ def _length_advice(lengths: Lengths, run: RunConfig) -> str:
         f"{lengths['trained'].mean_length:.1f} against {generated.mean_length:.1f} tokens, {bias:.2f})"
     )
     mean = generated.mean_length or 0.0
-    lost = {name: one for name, one in lengths.items() if name in remedies and (one.mean_length or 0.0) > mean}
+    lost = {
+        name: totals for name, totals in lengths.items() if name in remedies and (totals.mean_length or 0.0) > mean
+    }
     if not lost:
         return f"{text}: the long completions have not been trained yet."
     worst = max(lost, key=lambda name: lost[name].num_tokens)

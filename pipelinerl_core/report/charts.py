@@ -81,10 +81,10 @@ def line_chart(
     title: str, series: Sequence[Series], x_axis: Axis, y_axis: Axis, *, shade_from: float | None = None
 ) -> str:
     """Lines and dots over two linear axes. shade_from: x from which the area is grey."""
-    points = [point for one in series for point in one.points]
+    points = [point for line in series for point in line.points]
     if not points:
         return _empty(title)
-    heights = [p[1] for p in points] + [end for one in series for ends in one.intervals if ends for end in ends]
+    heights = [p[1] for p in points] + [end for line in series for ends in line.intervals if ends for end in ends]
     frame = _Frame(_bounds([p[0] for p in points], x_axis), _bounds(heights, y_axis))
     parts = [_grid(frame, x_axis, y_axis)]
     if shade_from is not None and shade_from < frame.x[1]:
@@ -93,7 +93,7 @@ def line_chart(
         parts.append(
             f'<rect class="shade" x="{left:.1f}" y="{_TOP}" width="{_WIDTH - _RIGHT - left:.1f}" height="{height}"/>'
         )
-    parts += [_mark(frame, one, x_axis, y_axis) for one in series if one.points]
+    parts += [_mark(frame, line, x_axis, y_axis) for line in series if line.points]
     return _svg(title, parts, _HEIGHT)
 
 
@@ -101,8 +101,8 @@ def as_file(chart: str, series: Sequence[Series]) -> str:
     """A chart as an SVG document of its own, with its styles and the names of its series."""
     css = (resources.files("pipelinerl_core.report") / "templates" / "report.css").read_text(encoding="utf-8")
     legend = "".join(
-        f'<text class="{one.css}" x="60" y="{24 + 13 * index}" style="fill: var(--tone)">{escape(one.name)}</text>'
-        for index, one in enumerate(series)
+        f'<text class="{line.css}" x="60" y="{24 + 13 * index}" style="fill: var(--tone)">{escape(line.name)}</text>'
+        for index, line in enumerate(series)
     )
     chart = chart.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1).replace("</svg>", f"{legend}</svg>")
     return chart.replace(">", f"><style>{css}</style>", 1)

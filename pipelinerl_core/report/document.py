@@ -77,7 +77,7 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
             spread=spread,
         )
     lengths = commits[-1].lengths if commits else {}
-    found = advice(evidence, lengths, facts.run.config)
+    findings = advice(evidence, lengths, facts.run.config)
     prediction = predicted(
         facts.prediction,
         {
@@ -87,8 +87,14 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
     )
     for find in (refused_advice, clipped_advice):
         if text := find(commits, facts.run.config):
-            found = {**found, "advice": " ".join(filter(None, (f"{text[:1].upper()}{text[1:]}.", found["advice"])))}
-    found = {**found, "advice": " ".join(filter(None, (quarantine_advice(commits), found["advice"]))) or None}
+            findings = {
+                **findings,
+                "advice": " ".join(filter(None, (f"{text[:1].upper()}{text[1:]}.", findings["advice"]))),
+            }
+    findings = {
+        **findings,
+        "advice": " ".join(filter(None, (quarantine_advice(commits), findings["advice"]))) or None,
+    }
     reward = equal_reward(commits)
     parts = parts_report(facts)
     warnings = [f"{text}." for text in untrained_parts(parts).values()]
@@ -99,11 +105,11 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         warnings.insert(0, f"{first[:1].upper()}{first[1:]}. {comparison_text(facts.run.config)} {next_step}")
     warning = " ".join(warnings) or None
     if warning:  # before any advice on speed
-        found = {**found, "advice": " ".join(filter(None, (warning, found["advice"])))}
+        findings = {**findings, "advice": " ".join(filter(None, (warning, findings["advice"])))}
     alarm = alarm_text(commits)
     if alarm is not None:  # before anything else: the run has trained on tokens of unknown versions
         warning = " ".join(filter(None, (f"{alarm}.", warning)))
-        found = {**found, "advice": " ".join(filter(None, (f"{alarm}.", found["advice"])))}
+        findings = {**findings, "advice": " ".join(filter(None, (f"{alarm}.", findings["advice"])))}
     return {
         "run_id": facts.run.run_id,
         "schedule": _kind(facts, "schedule"),
@@ -129,7 +135,7 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         "equal_reward": reward,
         "warning": warning,
         "mlflow": _mlflow(facts.run),
-        **found,
+        **findings,
         "ledger": dict(commits[-1].tokens) if commits else {},
         "length_bias": length_report(lengths),
     }
@@ -172,7 +178,7 @@ def _learning(facts: RunFacts) -> dict[str, Any]:
         "eval_last_low": evals[-1].low if evals else None,
         "eval_last_high": evals[-1].high if evals else None,
         "evaluations": [
-            _evaluation(one) for each in (facts.evals, *facts.set_evals.values()) for one in each.values()
+            _evaluation(record) for each in (facts.evals, *facts.set_evals.values()) for record in each.values()
         ],
         "eval_components": {
             name: {"first": evals[0].components.get(name), "last": mean}
@@ -242,6 +248,7 @@ def _seconds(facts: RunFacts, commits: list[Commit]) -> dict[str, float]:
     evaluation = 0.0
     if 0 in facts.evals and len(commits) > 1:  # actors start after the first evaluation
         loaded, reserved = commits[0].committed_at, commits[1].reserved_at
+        # The epoch of an actor is the Unix time of its start (`next_epoch`). The epoch of a trainer is a counter.
         starts = [epoch for key in commits[1].actors if loaded <= (epoch := int(key.rpartition("/")[2])) <= reserved]
         evaluation = min(starts, default=min(loaded + facts.evals[0].seconds, reserved)) - loaded
     down = utilization.down_seconds(commits)

@@ -102,7 +102,7 @@ def example_of(
 
 def _other_rewards(rows: Sequence[TrainedRollout], source: PromptSource, decode: Decode | None, verifier: str) -> str:
     """The other built-in verifiers that score some completions of a step above 0, if `verifier` is built in."""
-    found = []
+    sentences = []
     others = [name for name in _COMPARED if name != verifier] if verifier in _COMPARED and decode is not None else []
     for name in others:
         score, num = _COMPARED[name], 0
@@ -113,8 +113,8 @@ def _other_rewards(rows: Sequence[TrainedRollout], source: PromptSource, decode:
                 # Without its last token too, which may be the end of the text.
                 num += any(score(plain_text(part, decode), task) > 0 for part in (ids, ids[:-1]))
         if num:
-            found.append(f"reward.kind={name} scores {num} of the {len(rows)} completions of this step above 0")
-    return "; ".join(found)
+            sentences.append(f"reward.kind={name} scores {num} of the {len(rows)} completions of this step above 0")
+    return "; ".join(sentences)
 
 
 def example_text(example: Mapping[str, str] | None) -> str:

@@ -137,7 +137,7 @@ class RunFacts:
 
 @dataclass(slots=True, eq=False)
 class RunCache:
-    """What was read of a run; both by key of the commit."""
+    """The objects of a run that were already read; both by key of the commit."""
 
     commits: dict[str, Commit] = field(default_factory=dict)
     steps: dict[str, StepFacts] = field(default_factory=dict)

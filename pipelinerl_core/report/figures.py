@@ -38,7 +38,7 @@ LEDGER_CSS = {
 def reward_over_time(facts: RunFacts) -> str:
     """Reward and held-out accuracy against wall clock, with a gap where the run was down."""
     times = {step: commit.committed_at - facts.run.created_at for step, commit in facts.commits.items()}
-    rewards = {one.step: float(one.rewards.mean()) for one in _scored(facts)}
+    rewards = {step.step: float(step.rewards.mean()) for step in _scored(facts)}
     parts = [
         [(times[commit.step], rewards[commit.step]) for commit in part if commit.step in rewards]
         for part in stretches(list(facts.commits.values()))
@@ -55,9 +55,9 @@ def reward_over_time(facts: RunFacts) -> str:
 def reward_over_samples(facts: RunFacts) -> str:
     """Reward and held-out accuracy against rollouts trained."""
     totals = {0: 0}
-    for one in facts.steps:
-        totals[one.step] = totals[max(totals)] + len(one.lengths)
-    points = [(float(totals[one.step]), float(one.rewards.mean())) for one in _scored(facts)]
+    for step in facts.steps:
+        totals[step.step] = totals[max(totals)] + len(step.lengths)
+    points = [(float(totals[step.step]), float(step.rewards.mean())) for step in _scored(facts)]
     held_out = [(float(totals[step]), record) for step, record in facts.evals.items() if step in totals]
     axis = Axis("rollouts trained", text=_count, low=0.0)
     return _learning("Reward against rollouts trained", [points], held_out, axis)
@@ -77,7 +77,7 @@ def lag_histogram(facts: RunFacts) -> str:
 
 def length_histogram(facts: RunFacts) -> str:
     """Rollouts per completion length."""
-    lengths = np.concatenate([one.lengths for one in facts.steps]) if facts.steps else np.empty(0, dtype=np.int64)
+    lengths = np.concatenate([step.lengths for step in facts.steps]) if facts.steps else np.empty(0, dtype=np.int64)
     if not len(lengths):
         return charts.bar_chart("Completion length", [], Axis(""), Axis(""), css="generate")
     width = max(1, -(-int(lengths.max() - lengths.min() + 1) // _MAX_BARS))
@@ -129,7 +129,9 @@ def ledger_over_steps(facts: RunFacts) -> str:
     ]
     axis = Axis("optimizer step", is_whole=True)
     share = Axis("share", text=lambda value: f"{value:.0%}")
-    return charts.area_chart("Token ledger over steps", [float(one.step) for one in commits], layers, axis, share)
+    return charts.area_chart(
+        "Token ledger over steps", [float(commit.step) for commit in commits], layers, axis, share
+    )
 
 
 def timeline(facts: RunFacts) -> str:
@@ -196,10 +198,13 @@ def evaluations(facts: RunFacts) -> str:
     """Accuracy against the weight version, one line per set and kind of completion; empty below three evaluations."""
     own = list(facts.evals.values())
     curves = {
-        "held-out prompts": [(one, one.accuracy) for one in own],
-        "greedy": [(one, one.greedy) for one in own if one.greedy is not None],
-        "best of the samples": [(one, one.best) for one in own if one.best is not None],
-        **{name: [(one, one.accuracy) for one in records.values()] for name, records in facts.set_evals.items()},
+        "held-out prompts": [(record, record.accuracy) for record in own],
+        "greedy": [(record, record.greedy) for record in own if record.greedy is not None],
+        "best of the samples": [(record, record.best) for record in own if record.best is not None],
+        **{
+            name: [(record, record.accuracy) for record in records.values()]
+            for name, records in facts.set_evals.items()
+        },
     }
     if max(map(len, curves.values())) < _MIN_EVALUATIONS:
         return ""
@@ -210,7 +215,7 @@ def evaluations(facts: RunFacts) -> str:
         if points:
             series += [Series(name, points, css), Series(name, points, css, kind="ring", intervals=intervals)]
             legend.append(f'<i class="key {css}"></i>{escape(name)}')
-    heights = [y for one in series for _, y in one.points]
+    heights = [y for line in series for _, y in line.points]
     chart = charts.line_chart(
         "Accuracy by version", series, Axis("weight version", is_whole=True), _reward_axis("accuracy", heights)
     )
@@ -269,7 +274,7 @@ def _scaled(points: Sequence[Point], unit: float) -> list[Point]:
 
 
 def _scored(facts: RunFacts) -> list[StepFacts]:
-    return [one for one in facts.steps if len(one.rewards)]
+    return [step for step in facts.steps if len(step.rewards)]
 
 
 def _percent(value: float) -> str:

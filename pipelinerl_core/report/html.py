@@ -200,14 +200,14 @@ def _length_bias(ledger: Mapping[str, int], length_bias: Mapping[str, Any]) -> s
     heads = ("class", "tokens", "share", "mean length", "first third", "last third")
     rows = ["".join(f"<th>{head}</th>" for head in heads)]
     for name in [*_classes(ledger), "generated"]:
-        num, one = ledger.get(name, 0), length_bias["classes"].get(name, {})
+        num, length_class = ledger.get(name, 0), length_bias["classes"].get(name, {})
         cells = [
             f'<i class="key {_css(name)}"></i>{escape(name)}' if name != "generated" else "generated",
             f"{num:,}",
             _share(num / total) if total else "",
-            _number(one.get("mean_length"), "{:,.1f}"),
-            _number(one.get("first_third"), "{:.1%}"),
-            _number(one.get("last_third"), "{:.1%}"),
+            _number(length_class.get("mean_length"), "{:,.1f}"),
+            _number(length_class.get("first_third"), "{:.1%}"),
+            _number(length_class.get("last_third"), "{:.1%}"),
         ]
         tag = "th" if name == "generated" else "td"
         rows.append("".join(f"<{tag}>{cell}</{tag}>" for cell in cells))

@@ -70,8 +70,8 @@ class LiveView:
         status["steps"] = self._total_steps
         if self._console.is_terminal:
             commits = follower.commits.newest(_SPARK_WIDTH + 1)
-            rewards = [one.metrics["reward/mean"] for one in commits if "reward/mean" in one.metrics]
-            accuracies = [one.accuracy for one in follower.evals.values() if one.known_accuracy is not None]
+            rewards = [commit.metrics["reward/mean"] for commit in commits if "reward/mean" in commit.metrics]
+            accuracies = [record.accuracy for record in follower.evals.values() if record.known_accuracy is not None]
             sparklines = sparkline(rewards, self._marks), sparkline(accuracies, self._marks)
             self._live.update(_panel(status, *sparklines), refresh=True)
             return
@@ -103,12 +103,12 @@ def format_status(store: ObjectStore) -> str:
     if status["length_bias"]["classes"]:
         lines.append(f"lengths: {length_line(status['length_bias'])}")
     lines += [f"mixture: {part_line(name, part)}" for name, part in status["parts"].items()]
-    for name, one in status["actors"].items():
-        slots = f"{one['running']} of {one['concurrency']} slots, {one['waiting']} waiting"
-        lines.append(f"{name}: version {one['engine_version']}, {slots}")
+    for name, actor in status["actors"].items():
+        slots = f"{actor['running']} of {actor['concurrency']} slots, {actor['waiting']} waiting"
+        lines.append(f"{name}: version {actor['engine_version']}, {slots}")
     if status["hub"]:
         lines.append(f"hub: {status['hub']['url']}, last heartbeat {status['hub']['silent_seconds']:.0f} s ago")
-    lines += [f"{one.name}: health and metrics at {one.url}" for one in live_roles(store)]
+    lines += [f"{role.name}: health and metrics at {role.url}" for role in live_roles(store)]
     return "\n".join(lines)
 
 
@@ -171,7 +171,7 @@ def _parts(follower: RunFollower, metrics: Mapping[str, float]) -> dict[str, dic
     parts: dict[str, dict[str, Any]] = dict(parts_of(follower.run.config, metrics))
     recent = follower.commits.newest(_PART_STEPS) if parts else []
     for name, part in parts.items():
-        rewards = [one.metrics[key] for one in recent if (key := f"part/{name}/reward") in one.metrics]
+        rewards = [commit.metrics[key] for commit in recent if (key := f"part/{name}/reward") in commit.metrics]
         part["reward"] = rewards[-1] if rewards else None
         evals = list(follower.set_evals.get(name, {}).values())
         part["eval_first"] = evals[0].known_accuracy if evals else None
@@ -239,10 +239,12 @@ def _panel(status: Mapping[str, Any], reward_history: str, eval_history: str) ->
     warning = [Text(status["warning"], style="bold red")] if status["warning"] else []
     rows: list[Any] = [*warning, head, body, Text(facts or "waiting for the first step", style="dim")]
     rows += [Text(part_line(name, part)) for name, part in status["parts"].items()]
-    for name, one in status["actors"].items():
+    for name, actor in status["actors"].items():
         line = Table.grid(padding=(0, 2))
-        slots = ProgressBar(total=max(1, one["concurrency"]), completed=one["running"], width=_BAR_WIDTH // 2)
-        line.add_row(name, slots, f"{one['running']}/{one['concurrency']} slots", f"version {one['engine_version']}")
+        slots = ProgressBar(total=max(1, actor["concurrency"]), completed=actor["running"], width=_BAR_WIDTH // 2)
+        line.add_row(
+            name, slots, f"{actor['running']}/{actor['concurrency']} slots", f"version {actor['engine_version']}"
+        )
         rows.append(line)
     return Group(*rows)
 
@@ -251,17 +253,17 @@ def _actors(live: Any, last: Commit | None) -> dict[str, dict[str, int]]:
     """Slots of each actor: from the live totals of the hub, else from the last commit."""
     known: dict[str, Mapping[str, Any]] = {}
     if isinstance(live, Mapping):
-        known = {str(name): one for name, one in live.items() if isinstance(one, Mapping)}
+        known = {str(name): actor for name, actor in live.items() if isinstance(actor, Mapping)}
     elif last:
         known = {name: sample.model_dump() for name, sample in last.actors.items()}
     wanted = ("engine_version", "running", "waiting", "concurrency")
-    return {name: {key: int(one.get(key) or 0) for key in wanted} for name, one in known.items()}
+    return {name: {key: int(actor.get(key) or 0) for key in wanted} for name, actor in known.items()}
 
 
 def _lengths(live: Any, last: Commit | None) -> Mapping[str, LengthTotals]:
     """Token class -> lengths: from the live totals of the hub, else from the last commit."""
     if isinstance(live, Mapping):
-        return {str(name): LengthTotals(**one) for name, one in live.items()}
+        return {str(name): LengthTotals(**totals) for name, totals in live.items()}
     return last.lengths if last else {}
 
 

@@ -59,17 +59,17 @@ def _completions(evals: Sequence[EvalRecord]) -> str:
         return ""
     before, after = shown[0], shown[-1]
     lines = [f"## Held-out prompts, version {before.version} and version {after.version}"]
-    for one, two in list(zip(before.samples, after.samples, strict=False))[:_SHOWN_PROMPTS]:
-        rewards = [sample.get("reward") for sample in (one, two)]
+    for earlier, later in list(zip(before.samples, after.samples, strict=False))[:_SHOWN_PROMPTS]:
+        rewards = [sample.get("reward") for sample in (earlier, later)]
         first, last = ("none" if reward is None else f"{reward:g}" for reward in rewards)
-        text = "\n".join(f"{sample.get('prompt', '')}{sample.get('completion', '')}" for sample in (one, two))
+        text = "\n".join(f"{sample.get('prompt', '')}{sample.get('completion', '')}" for sample in (earlier, later))
         lines += [f"Reward {first}, then {last}:", _code(text)]
     return "\n\n".join(lines)
 
 
 def _code(text: str) -> str:
     """A block of code; its fence is longer than any row of backticks in the text."""
-    longest = max((len(found) for found in re.findall(r"`+", text)), default=0)
+    longest = max((len(backticks) for backticks in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     shown = text if len(text) <= _MAX_LETTERS else f"{text[:_MAX_LETTERS]} ..."
     return f"{fence}text\n{shown}\n{fence}"
@@ -89,7 +89,7 @@ def _figure(value: Any) -> str:
 def replace_section(page: str, name: str, text: str) -> str:
     """The page with `text` between the comments <!-- name --> and <!-- /name -->, which are appended if missing."""
     start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-    before, found, rest = page.partition(start)
+    before, opening, rest = page.partition(start)
     _, is_closed, after = rest.partition(end)
     section = f"{start}\n{text.strip()}\n{end}"
-    return before + section + after if found and is_closed else f"{page.rstrip()}\n\n{section}\n"
+    return before + section + after if opening and is_closed else f"{page.rstrip()}\n\n{section}\n"

@@ -22,10 +22,10 @@ def parts_report(facts: RunFacts) -> dict[str, dict[str, Any]]:
     First and last are means over up to a tenth of the steps, as for the reward of the run. Empty without a mixture.
     """
     commits = list(facts.commits.values())
-    found: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     for name, part in parts_of(facts.run.config, commits[-1].metrics if commits else {}).items():
         evals = list(facts.set_evals.get(name, {}).values())
-        found[name] = {
+        figures[name] = {
             "weight": part["weight"],
             **{f"groups_{fate}": int(part.get(f"groups_{fate}", 0)) for fate in FATES},
             **_first_and_last(facts, name, "reward"),
@@ -35,7 +35,7 @@ def parts_report(facts: RunFacts) -> dict[str, dict[str, Any]]:
             "eval_last": evals[-1].known_accuracy if evals else None,
             "eval_error": evals[-1].error if evals else "",
         }
-    return found
+    return figures
 
 
 def _first_and_last(facts: RunFacts, name: str, key: str) -> dict[str, float | None]:

@@ -21,19 +21,19 @@ def predicted(record: PredictionRecord | None, measured: dict[str, float | None]
     }
 
 
-def predicted_table(found: dict[str, Any] | None) -> str:
+def predicted_table(prediction: dict[str, Any] | None) -> str:
     """The section of the page as HTML; empty without a prediction."""
-    if found is None:
+    if prediction is None:
         return ""
     rows = "".join(
-        f"<tr><td>{title}</td><td>{_text(found['predicted'][key], form)}</td>"
-        f"<td>{_text(found['measured'][key], form)}</td></tr>"
+        f"<tr><td>{title}</td><td>{_text(prediction['predicted'][key], form)}</td>"
+        f"<td>{_text(prediction['measured'][key], form)}</td></tr>"
         for key, title, form in _ROWS
     )
     head = "<tr><th></th><th>predicted</th><th>measured</th></tr>"
     return (
-        f"<section><h2>Prediction</h2><p>In closed form, at the speeds of: {found['source']}. Swaps, commits and "
-        "lengths of completions that change during training are left out; <code>pipelinerl simulate</code> has "
+        f"<section><h2>Prediction</h2><p>In closed form, at the speeds of: {prediction['source']}. Swaps, commits "
+        "and lengths of completions that change during training are left out; <code>pipelinerl simulate</code> has "
         f'them.</p><table class="ledger"><tbody>{head}{rows}</tbody></table></section>'
     )
 

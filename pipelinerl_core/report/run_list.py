@@ -48,9 +48,9 @@ def list_runs(root: ObjectStore, limit: int = 0) -> list[ListedRun]:
     """The newest `limit` runs of a root (0: all), newest first. A run whose objects are damaged is `unreadable`."""
     with ThreadPoolExecutor(_THREADS) as pool:
         stores = [root.child(name) for name in root.children() if not name.startswith(".")]
-        found = [(store, record) for store, record in zip(stores, pool.map(_record, stores), strict=True) if record]
-        found.sort(key=lambda pair: pair[1].created_at if isinstance(pair[1], RunRecord) else 0.0, reverse=True)
-        return list(pool.map(lambda pair: _listed(*pair), found[:limit] if limit else found))
+        pairs = [(store, record) for store, record in zip(stores, pool.map(_record, stores), strict=True) if record]
+        pairs.sort(key=lambda pair: pair[1].created_at if isinstance(pair[1], RunRecord) else 0.0, reverse=True)
+        return list(pool.map(lambda pair: _listed(*pair), pairs[:limit] if limit else pairs))
 
 
 def run_names(root: ObjectStore) -> list[str]:
@@ -105,7 +105,7 @@ def _read(store: ObjectStore, record: RunRecord) -> ListedRun:
 
 
 def _accuracy(store: ObjectStore, versions: Sequence[int]) -> float | None:
-    """The accuracy of the one version on the run's own prompts; None without the evaluation."""
+    """The accuracy of the first of `versions` on the run's own prompts; None without a version or evaluation."""
     try:
         return read_record(store, eval_key(versions[0]), EvalRecord).known_accuracy if versions else None
     except MissingObject:
@@ -118,7 +118,9 @@ def run_table(runs: Sequence[ListedRun], now: float | None = None) -> list[str]:
         return ["no runs yet"]
     rows = [("RUN", "STARTED", "STATE", "STEP", "REWARD", "HELD-OUT", "MODEL")]
     for run in runs:
-        held_out = " -> ".join(f"{one:.3f}" for one in (run.held_out_first, run.held_out_last) if one is not None)
+        held_out = " -> ".join(
+            f"{accuracy:.3f}" for accuracy in (run.held_out_first, run.held_out_last) if accuracy is not None
+        )
         reward = "" if run.reward is None else f"{run.reward:.3f}"
         step = f"{run.step}/{run.steps}" if run.steps else ""
         rows.append((run.run_id, _age(run.created_at, now), run.state, step, reward, held_out, run.model))

@@ -44,7 +44,7 @@ def rollout_section(store: ObjectStore, facts: RunFacts, decode: Decode | None) 
     if not facts.steps:
         return '<p class="empty">No rollout was trained.</p>'
     first, last = facts.steps[0].step, facts.steps[-1].step
-    mixed = max(facts.steps, key=lambda one: (int(one.versions.max(initial=0)), one.step)).step
+    mixed = max(facts.steps, key=lambda step: (int(step.versions.max(initial=0)), step.step)).step
     batches = {step: _batch(store, facts.commits[step]) for step in {first, last, mixed}}
     most_versions = sorted(batches[mixed], key=lambda row: -len(row.weight_spans))[:_PER_GROUP]
     parts = [
@@ -70,28 +70,30 @@ def evaluation_table(facts: RunFacts) -> str:
 
     Columns without a value are left out. Empty without evaluations.
     """
-    records = [one for each in (facts.evals, *facts.set_evals.values()) for one in each.values()]
-    names = sorted({name for one in records for name in one.components})
+    records = [record for each in (facts.evals, *facts.set_evals.values()) for record in each.values()]
+    names = sorted({name for record in records for name in record.components})
     columns: dict[str, Callable[[EvalRecord], str]] = {
-        "prompts": lambda one: (
-            f"{escape(one.set or 'held-out')}: {one.num_prompts:,}"
-            + (f" x {one.num_samples}" if one.num_samples > 1 else "")
+        "prompts": lambda record: (
+            f"{escape(record.set or 'held-out')}: {record.num_prompts:,}"
+            + (f" x {record.num_samples}" if record.num_samples > 1 else "")
         ),
-        "temperature": lambda one: f"{one.temperature:g}" + (f", top_p {one.top_p:g}" if one.top_p < 1 else ""),
-        "version": lambda one: (
-            f"{one.version}" + (f" to {one.last_version}" if one.last_version > one.version else "")
+        "temperature": lambda record: (
+            f"{record.temperature:g}" + (f", top_p {record.top_p:g}" if record.top_p < 1 else "")
         ),
-        "accuracy": lambda one: _percent(one.known_accuracy),
-        "95 % interval": lambda one: " to ".join(filter(None, (_percent(one.low), _percent(one.high)))),
-        "best": lambda one: _percent(one.best),
-        "greedy": lambda one: _percent(one.greedy),
+        "version": lambda record: (
+            f"{record.version}" + (f" to {record.last_version}" if record.last_version > record.version else "")
+        ),
+        "accuracy": lambda record: _percent(record.known_accuracy),
+        "95 % interval": lambda record: " to ".join(filter(None, (_percent(record.low), _percent(record.high)))),
+        "best": lambda record: _percent(record.best),
+        "greedy": lambda record: _percent(record.greedy),
         **{name: partial(_component, name) for name in names},
-        "tokens": lambda one: f"{one.mean_tokens:,.1f}",
-        "seconds": lambda one: f"{one.seconds:,.1f}",
-        "failed": lambda one: f"{one.errors:,}" if one.errors else "",
-        "lag": lambda one: f"{one.lag}",
+        "tokens": lambda record: f"{record.mean_tokens:,.1f}",
+        "seconds": lambda record: f"{record.seconds:,.1f}",
+        "failed": lambda record: f"{record.errors:,}" if record.errors else "",
+        "lag": lambda record: f"{record.lag}",
     }
-    cells = {head: [text(one) for one in records] for head, text in columns.items()}
+    cells = {head: [text(record) for record in records] for head, text in columns.items()}
     shown = {escape(head): column for head, column in cells.items() if any(column)}
     rows = ["".join(f"<th>{head}</th>" for head in shown)]
     rows += ["".join(f"<td>{cell}</td>" for cell in row) for row in zip(*shown.values(), strict=True)]
@@ -125,9 +127,9 @@ def held_out_section(facts: RunFacts) -> str:
 
 def _gains(before: Samples, after: Samples = ()) -> list[float]:
     """Change of the reward of each prompt that both evaluations show; a missing reward counts 0."""
-    is_same = [one.get("prompt") == two.get("prompt") for one, two in zip(before, after, strict=False)]
-    rewards = [[float(one.get("reward") or 0.0) for one in each] for each in (before, after)]
-    return [two - one for one, two, same in zip(*rewards, is_same, strict=False) if same]
+    is_same = [earlier.get("prompt") == later.get("prompt") for earlier, later in zip(before, after, strict=False)]
+    rewards = [[float(sample.get("reward") or 0.0) for sample in each] for each in (before, after)]
+    return [later - earlier for earlier, later, same in zip(*rewards, is_same, strict=False) if same]
 
 
 def _telling(before: Samples, after: Samples = ()) -> list[int]:

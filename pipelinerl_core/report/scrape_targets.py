@@ -25,7 +25,7 @@ def live_roles(store: ObjectStore, *, roles: Sequence[str] = (), now: float | No
     Raises StoreError if the store cannot be read; a broken record is logged and left out.
     """
     now = time.time() if now is None else now
-    found = []
+    live = []
     for key in list_keys(store, ROLES_PREFIX):
         if roles and key.removeprefix(f"{ROLES_PREFIX}/").partition("-")[0] not in roles:
             continue
@@ -37,8 +37,8 @@ def live_roles(store: ObjectStore, *, roles: Sequence[str] = (), now: float | No
             logger.warning("%s", error)
             continue
         if now - record.beat < SILENCE_SECONDS:
-            found.append(record)
-    return sorted(found, key=lambda record: (record.role, record.name))
+            live.append(record)
+    return sorted(live, key=lambda record: (record.role, record.name))
 
 
 def role_progress(store: ObjectStore) -> str:
@@ -46,7 +46,7 @@ def role_progress(store: ObjectStore) -> str:
 
     Example: evaluating version 0: 300/1,000 prompts.
     """
-    return next((one.progress for one in live_roles(store, roles=_WITH_PROGRESS) if one.progress), "")
+    return next((role.progress for role in live_roles(store, roles=_WITH_PROGRESS) if role.progress), "")
 
 
 def targets(store: ObjectStore) -> list[dict[str, Any]]:

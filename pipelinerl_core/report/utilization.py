@@ -128,7 +128,7 @@ def wait_shares(commits: Sequence[Commit]) -> dict[str, float] | None:
     seconds, parts = span_seconds(commits), _measurable(commits)
     if seconds is None or not parts[-1][-1].waits:
         return None
-    num_actors = max(1, len({key.rpartition("/")[0] for part in parts for one in part for key in one.actors}))
+    num_actors = max(1, len({key.rpartition("/")[0] for part in parts for commit in part for key in commit.actors}))
     shares = dict.fromkeys(parts[-1][-1].waits, 0.0)
     for first, last in ((part[0].waits, part[-1].waits) for part in parts):
         for cause in shares:

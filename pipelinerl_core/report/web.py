@@ -135,7 +135,7 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-"""Of every answer: the page runs its own script and nothing else, whatever the text of a model or a run contains."""
+"""Headers of every answer: the page runs only its own script, also if a text of a model or a run has a script."""
 
 
 class _Server(ThreadingHTTPServer):

@@ -149,7 +149,7 @@ def _result(answer: dict[str, Any]) -> Score | str:
             if not others or (others.keys() == {"lost"} and others["lost"] in CAUSES):
                 return Score(reward)
             if others.keys() == {"components"} and _are_finite(others["components"]):
-                return Score(reward, tuple(RewardComponent(*one) for one in others["components"].items()))
+                return Score(reward, tuple(RewardComponent(*component) for component in others["components"].items()))
         case {"id": int(), "error": str() as text, **others} if len(text) <= ScoringChild.LINE_BYTES:
             if not others or others == {"raised": True}:
                 return text

@@ -117,7 +117,9 @@ class Evaluator:
 
 
 def _keep_only(request_reader: int, reply_writer: int, null: int) -> None:
-    reader, writer = (fcntl.fcntl(one, fcntl.F_DUPFD, _REPLY + 1) for one in (request_reader, reply_writer))
+    reader, writer = (
+        fcntl.fcntl(descriptor, fcntl.F_DUPFD, _REPLY + 1) for descriptor in (request_reader, reply_writer)
+    )
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
     os.dup2(reader, _REQUEST)

@@ -36,14 +36,18 @@ class RewardFunction:
                 f"{self._name} is not callable, but has the type {type(self._function).__name__}. Name a function"
             )
         parameters = inspect.signature(self._function).parameters.values()
-        if any(one.kind is one.POSITIONAL_ONLY for one in parameters):
+        if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters):
             raise Invalid(f"{self._name} has positional-only parameters, but is called by parameter names")
         if inspect.iscoroutinefunction(self._function) and not self._spec.has_network:
             raise Invalid(f"{self._name} is async, which requires reward.network=true. Use `def`, or set the key")
-        named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-        self._takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
-        self._optional = {one.name for one in named if one.default is not one.empty}
-        self._required = [one.name for one in named if one.default is one.empty]
+        named = [
+            parameter
+            for parameter in parameters
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        ]
+        self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        self._optional = {parameter.name for parameter in named if parameter.default is not parameter.empty}
+        self._required = [parameter.name for parameter in named if parameter.default is parameter.empty]
 
     def __call__(self, text: str, task: Mapping[str, Any]) -> float | Components:
         """The reward of a completion. task: the columns of the prompt's row, and the other parameters.

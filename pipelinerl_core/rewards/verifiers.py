@@ -78,10 +78,10 @@ def last_number(text: str, task: Mapping[str, Any]) -> float:
 
 def _last_number(text: str) -> tuple[bool, str, str] | None:
     """(is negative, digits, decimals) of the last number, without zeros that have no value; None without a number."""
-    found = deque(_NUMBER.finditer(text), maxlen=1)
-    if not found:
+    matches = deque(_NUMBER.finditer(text), maxlen=1)
+    if not matches:
         return None
-    number = found[0][0]
+    number = matches[0][0]
     digits, _, decimals = number.lstrip("-\u2212").replace(",", "").partition(".")
     digits, decimals = digits.lstrip("0"), decimals.rstrip("0")
     return not number[0].isdigit() and bool(digits or decimals), digits, decimals

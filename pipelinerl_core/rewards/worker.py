@@ -86,10 +86,10 @@ def _loaded(location: str, prepare: Any) -> tuple[Verifier, Callable[[], object]
     """The verifier, and the function that a fork calls before its request arrives."""
     module_name, _, function = location.partition(":")
     module = import_module(module_name)
-    if isinstance(found := getattr(module, function), type):  # a verifier that is built for the run
-        return found(prepare), lambda: None
+    if isinstance(verifier := getattr(module, function), type):  # a verifier that is built for the run
+        return verifier(prepare), lambda: None
     warm_up = module.prepare(prepare) if prepare is not None else lambda: None
-    return found, warm_up
+    return verifier, warm_up
 
 
 def _reply(verifier: Verifier, line: bytes, evaluator: forked.Evaluator) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class Commits(Mapping[int, Commit]):
         if listing.files != self._files:
             self._files = listing.files
             self._file_of = {key: file for file in listing.files for key in file.commit_keys()}
-            self._originals = {key: one for key, one in self._originals.items() if key not in self._file_of}
+            self._originals = {key: commit for key, commit in self._originals.items() if key not in self._file_of}
 
     def _read_file(self, file: StepRange) -> dict[str, Commit]:
         if file in self._decoded:
@@ -85,10 +85,10 @@ class Commits(Mapping[int, Commit]):
             data = self._bytes[file] = self._store.get(file.commits_key)
             while sum(map(len, self._bytes.values())) > _FILE_BYTES and len(self._bytes) > 1:
                 self._bytes.popitem(last=False)
-        found = self._decoded[file] = decode_commits(data, file, f"{self._store.url}/{file.commits_key}")
+        commits = self._decoded[file] = decode_commits(data, file, f"{self._store.url}/{file.commits_key}")
         while len(self._decoded) > _DECODED_FILES:
             self._decoded.popitem(last=False)
-        return found
+        return commits
 
 
 def read_commits(store: ObjectStore) -> Commits:

@@ -69,10 +69,10 @@ class StepRange(NamedTuple):
     @classmethod
     def parse(cls, key: str) -> "StepRange":
         """The inverse of the keys. Raises BrokenRecord for another name."""
-        found = _NAME.fullmatch(key.rpartition("/")[2])
-        if found is None:
+        match = _NAME.fullmatch(key.rpartition("/")[2])
+        if match is None:
             raise BrokenRecord(f"{key} is not the name of a compacted object")
-        return cls(*map(int, found.groups()))
+        return cls(*map(int, match.groups()))
 
     def commit_keys(self) -> list[str]:
         """The keys of the commits in it, by step."""
@@ -118,10 +118,10 @@ def decode_commits(data: bytes, file: StepRange, where: str) -> dict[str, Commit
         records = table.column("record").to_pylist()
     except (OSError, pa.ArrowException, KeyError) as error:
         raise BrokenRecord(f"{where} is damaged: {str(error).splitlines()[0]}") from None
-    found = [parse_record(record.encode(), where, Commit) for record in records]
-    if [(commit.step, commit.epoch) for commit in found] != [parse_commit_key(key) for key in file.commit_keys()]:
+    commits = [parse_record(record.encode(), where, Commit) for record in records]
+    if [(commit.step, commit.epoch) for commit in commits] != [parse_commit_key(key) for key in file.commit_keys()]:
         raise BrokenRecord(f"{where} does not contain the commits in its name")
-    return dict(zip(file.commit_keys(), found, strict=True))
+    return dict(zip(file.commit_keys(), commits, strict=True))
 
 
 def read_range(store: ObjectStore, steps: StepRange) -> list[Commit]:

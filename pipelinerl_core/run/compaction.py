@@ -56,9 +56,11 @@ def _files(left: Mapping[int, str], through: int) -> list[StepRange]:
     """The objects to write: consecutive steps of one epoch between multiples of FILE_STEPS, up to step `through`."""
     ends = (through + 1) // FILE_STEPS * FILE_STEPS
     steps = [(step, parse_commit_key(key)[1]) for step, key in left.items() if step < ends]
-    groups = itertools.groupby(enumerate(steps), lambda one: (one[1][1], one[1][0] // FILE_STEPS, one[1][0] - one[0]))
-    found = [(epoch, [step for _, (step, _) in members]) for (epoch, _, _), members in groups]
-    return [StepRange(own[0], own[-1], epoch) for epoch, own in found]
+    groups = itertools.groupby(
+        enumerate(steps), lambda entry: (entry[1][1], entry[1][0] // FILE_STEPS, entry[1][0] - entry[0])
+    )
+    stretches = [(epoch, [step for _, (step, _) in members]) for (epoch, _, _), members in groups]
+    return [StepRange(own[0], own[-1], epoch) for epoch, own in stretches]
 
 
 def _move(store: ObjectStore, file: StepRange) -> None:

@@ -97,6 +97,6 @@ def resume_overrides(store: ObjectStore) -> tuple[str, ...]:
 def note_resume(store: ObjectStore, overrides: Sequence[str]) -> None:
     """Store checked overrides for all later starts of roles, in addition to the overrides of earlier resumes."""
     if overrides:
-        by_key = {one.partition("=")[0]: one for one in (*resume_overrides(store), *overrides)}
+        by_key = {override.partition("=")[0]: override for override in (*resume_overrides(store), *overrides)}
         record = ResumeRecord(overrides=tuple(by_key.values()), at=time.time())
         store.put(RESUME_KEY, record.model_dump_json().encode())

@@ -57,52 +57,56 @@ def weighted_mean(records: Sequence[EvalRecord], weights: Mapping[str, float]) -
     The interval of the mean follows from the intervals of the parts, which are independent: its lower half is the
     root of the sum of the squared, weighted lower halves (MOVER; Zou, Donner: Statistics in Medicine 2008).
     """
-    scored = [one for one in records if one.known_accuracy is not None and one.num_prompts] or list(records)
-    total = sum(weights[one.set] for one in scored)
-    shares = [weights[one.set] / total for one in scored]
+    scored = [record for record in records if record.known_accuracy is not None and record.num_prompts] or list(
+        records
+    )
+    total = sum(weights[record.set] for record in scored)
+    shares = [weights[record.set] / total for record in scored]
 
     def mean(values: Iterable[float | None]) -> float | None:
         known = [share * value for share, value in zip(shares, values, strict=True) if value is not None]
         return sum(known) if len(known) == len(scored) else None
 
     def half(ends: Iterable[float | None]) -> float | None:
-        known = [(share * (one.accuracy - end)) ** 2
-                 for share, one, end in zip(shares, scored, ends, strict=True) if end is not None]  # fmt: skip
+        known = [(share * (record.accuracy - end)) ** 2
+                 for share, record, end in zip(shares, scored, ends, strict=True) if end is not None]  # fmt: skip
         return math.sqrt(sum(known)) if len(known) == len(scored) else None
 
-    accuracy = mean(one.accuracy for one in scored) or 0.0
-    below, above = half(one.low for one in scored), half(one.high for one in scored)
-    failed = next((one for one in records if one.error), None)
+    accuracy = mean(record.accuracy for record in scored) or 0.0
+    below, above = half(record.low for record in scored), half(record.high for record in scored)
+    failed = next((record for record in records if record.error), None)
     return EvalRecord(
-        version=min(one.version for one in records),
-        last_version=max(one.last_version for one in records),
-        num_prompts=sum(one.num_prompts for one in records),
+        version=min(record.version for record in records),
+        last_version=max(record.last_version for record in records),
+        num_prompts=sum(record.num_prompts for record in records),
         num_samples=records[0].num_samples,
         temperature=records[0].temperature,
         top_p=records[0].top_p,
         accuracy=accuracy,
         low=None if below is None else accuracy - below,
         high=None if above is None else accuracy + above,
-        best=mean(one.best for one in scored),
-        greedy=mean(one.greedy for one in scored),
-        mean_tokens=mean(one.mean_tokens for one in scored) or 0.0,
-        errors=sum(one.errors for one in records),
-        seconds=sum(one.seconds for one in records),
-        finished_at=max(one.finished_at for one in records),
-        samples=tuple(chain.from_iterable(zip(*(one.samples for one in records), strict=False)))[:_NUM_SHOWN],
+        best=mean(record.best for record in scored),
+        greedy=mean(record.greedy for record in scored),
+        mean_tokens=mean(record.mean_tokens for record in scored) or 0.0,
+        errors=sum(record.errors for record in records),
+        seconds=sum(record.seconds for record in records),
+        finished_at=max(record.finished_at for record in records),
+        samples=tuple(chain.from_iterable(zip(*(record.samples for record in records), strict=False)))[:_NUM_SHOWN],
         error=f"mixture.{failed.set}: {failed.error}" if failed else "",
     )
 
 
 def evaluation_line(record: EvalRecord) -> str:
     """Example: version 12: accuracy 0.513 (0.426 to 0.598) on 128 prompts, mean length 7.2 tokens, 4.1 s."""
-    what = f" on {record.set}" if record.set else ""
+    on_set = f" on {record.set}" if record.set else ""
     if record.known_accuracy is None:
-        return f"version {record.version}{what}: no reward, all {record.errors:,} completions failed; {record.error}"
+        return (
+            f"version {record.version}{on_set}: no reward, all {record.errors:,} completions failed; {record.error}"
+        )
     interval = "" if record.low is None else f" ({record.low:.3f} to {record.high:.3f})"
     components = ", ".join(f"{name} {mean:.3f}" for name, mean in record.components.items())
     return (
-        f"version {record.version}{what}: accuracy {record.accuracy:.3f}{interval} on {record.num_prompts:,} "
+        f"version {record.version}{on_set}: accuracy {record.accuracy:.3f}{interval} on {record.num_prompts:,} "
         f"prompts, mean length {record.mean_tokens:.1f} tokens, {record.seconds:.1f} s"
         + (f"; {components}" if components else "")
         + (f"; {record.errors:,} completions failed: {record.error}" if record.errors else "")

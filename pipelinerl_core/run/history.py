@@ -62,20 +62,20 @@ def counting(keys: Iterable[str], epochs: Iterable[EpochRecord]) -> dict[int, st
     passed_over = {record.epoch for record in trainers} - {record.epoch for record in lineage}
     counted: dict[int, str] = {}
     for (step, epoch), key in sorted((parse_commit_key(key), key) for key in keys):
-        if epoch not in passed_over and all(step <= one.adopted_through for one in limits if one.epoch > epoch):
+        if epoch not in passed_over and all(step <= limit.adopted_through for limit in limits if limit.epoch > epoch):
             counted[step] = key
     return counted
 
 
 def _lineage(trainers: Iterable[EpochRecord]) -> list[EpochRecord]:
     """The newest epoch that has adopted commits, its parent, the parent of the parent, ..."""
-    found: list[EpochRecord] = []
+    lineage: list[EpochRecord] = []
     oldest: int | None = None
     for record in sorted(trainers, key=lambda record: record.epoch, reverse=True):
         if not record.is_claim and (oldest is None or record.epoch <= oldest):
-            found.append(record)
+            lineage.append(record)
             oldest = record.parent
-    return found
+    return lineage
 
 
 def refuse_missing(
@@ -86,9 +86,9 @@ def refuse_missing(
     These are steps below the newest one, steps that an earlier trainer epoch has adopted, and steps up to `known`.
     The store may have given a wrong answer once; no run continues from a wrong answer.
     """
-    adopters = [one for one in epochs if one.role == "trainer" and not one.is_claim]
-    accepted = max((one.epoch for one in adopters if one.accepts_loss), default=0)
-    adopted = max((one.adopted_through for one in adopters if one.epoch >= accepted), default=-1)
+    adopters = [record for record in epochs if record.role == "trainer" and not record.is_claim]
+    accepted = max((adopter.epoch for adopter in adopters if adopter.accepts_loss), default=0)
+    adopted = max((adopter.adopted_through for adopter in adopters if adopter.epoch >= accepted), default=-1)
     newest = max(adopted, known, *steps, -1)
     missing = next((step for step in range(newest + 1) if step not in steps), None)
     if missing is not None:
@@ -250,7 +250,7 @@ def take_epoch(
     A trainer calls `take_over`. Raises Fenced if no number is free.
     """
     epochs = read_epochs(store)
-    parent = max((one.epoch for one in epochs if one.role == role and not one.is_claim), default=None)
+    parent = max((earlier.epoch for earlier in epochs if earlier.role == role and not earlier.is_claim), default=None)
     candidate = max((record.epoch for record in epochs), default=0) + 1
     while candidate < _MAX_EPOCHS:
         record = EpochRecord(

@@ -37,12 +37,12 @@ def resume_job(run: str, overrides: Sequence[str], root: str) -> Job:
     or the newest commit is damaged. Writes nothing."""
     url, overrides = locate_run(run, root), without_logins(overrides)
     refuse_if_live(url)
-    found = open_run(url)
-    if commits := counted_commit_keys(found.store):
-        read_commit(found.store, commits[max(commits)])
-    changed = replace(found, config=resume_config(found.config, overrides))
+    context = open_run(url)
+    if commits := counted_commit_keys(context.store):
+        read_commit(context.store, commits[max(commits)])
+    changed = replace(context, config=resume_config(context.config, overrides))
     return Job(
-        preset=found.run_id,
+        preset=context.run_id,
         overrides=overrides,
         root=url.rpartition("/")[0],
         config=changed.config,

@@ -168,13 +168,13 @@ def remove_shared_memory(run: RunContext) -> None:
 def abandoned_shared_memory(root: str) -> list[Path]:
     """Directories in this host's shared memory of runs under a root that were killed: no process of the run lives."""
     base = open_store(root)
-    found = []
+    abandoned = []
     for path in SHARED_MEMORY.glob(f"{shared_memory_of('').name}*"):
         store = base.child(path.name.removeprefix(shared_memory_of("").name))
         with suppress(StoreError, OSError):  # a run that cannot be read keeps its directory
             if store.exists(RUN_KEY) and not _is_used(path, store):
-                found.append(path)
-    return sorted(found)
+                abandoned.append(path)
+    return sorted(abandoned)
 
 
 def _is_used(shared_memory: Path, store: ObjectStore) -> bool:

@@ -31,5 +31,5 @@ def processor(cpu: Path = _CPU) -> str:
 
 
 def _value(lines: list[str], names: tuple[str, ...]) -> str:
-    found = (line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() in names)
-    return next(found, "")
+    values = (line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() in names)
+    return next(values, "")

@@ -24,7 +24,7 @@ def list_keys(store: ObjectStore, prefix: str) -> list[str]:
     A file with another name, such as an editor's backup, is named once in the log and left out.
     """
     prefix = prefix.rstrip("/")
-    pattern = next(one for folder, one in KEY_PATTERNS.items() if f"{prefix}/".startswith(f"{folder}/"))
+    pattern = next(candidate for folder, candidate in KEY_PATTERNS.items() if f"{prefix}/".startswith(f"{folder}/"))
     keys = store.list(prefix)
     for key in (key for key in keys if not pattern.fullmatch(key)):
         if (name := f"{store.url}/{key}") not in _foreign:
@@ -45,10 +45,10 @@ def parse_record(data: bytes, where: str, model: type[R]) -> R:
         values = from_json(data)
     except ValueError as error:
         raise BrokenRecord(f"{where} is not a valid {model.__name__}: not JSON, {error}") from None
-    found = values.get("format_version", FORMAT_VERSION) if isinstance(values, dict) else FORMAT_VERSION
-    if found != FORMAT_VERSION:  # checked first, because another format may have other fields
+    format_version = values.get("format_version", FORMAT_VERSION) if isinstance(values, dict) else FORMAT_VERSION
+    if format_version != FORMAT_VERSION:  # checked first, because another format may have other fields
         raise BrokenRecord(
-            f"{where} has format_version {found!r:.40}; this version of pipelinerl reads {FORMAT_VERSION}. "
+            f"{where} has format_version {format_version!r:.40}; this version of pipelinerl reads {FORMAT_VERSION}. "
             "Read the run with the version that wrote it"
         )
     try:

@@ -38,7 +38,7 @@ from pipelinerl_core.ranges import Count, Finite, Number, Seconds, Step, StepOrN
 from pipelinerl_core.types import FileEntry, WeightManifest
 
 FORMAT_VERSION = 2
-"""Of every object of a run. A change of an object, of a default or of a formula increments the version."""
+"""Version of every object of a run. A change of an object, a default or a formula increments the version."""
 RUN_KEY = "run.json"
 HUB_KEY = "hub.json"
 CONTROL_KEY = "control.json"
@@ -62,7 +62,7 @@ WEIGHTS_FILE = "model.safetensors"
 ADAPTERS_FILE = "adapters.safetensors"
 """Instead of WEIGHTS_FILE with weights.content=adapters: the adapters' factors; the header says how to merge them."""
 MANIFEST_FILE = "manifest.json"
-"""Of a weight version or a checkpoint; written last."""
+"""Manifest of a weight version or a checkpoint; written last."""
 
 
 # Only the name that this release writes, so that no two names stand for the same step: gc removes all but one.
@@ -234,7 +234,7 @@ class EpochRecord(Record):
     adopted_through: StepOrNone
     """Last commit of earlier epochs that counts; -1 for none."""
     accepts_loss: bool = False
-    """Of `pipelinerl accept-loss`: later commits of earlier epochs were missing; the run continues without them."""
+    """By `pipelinerl accept-loss`: later commits of earlier epochs were missing; the run continues without them."""
     is_claim: bool = False
     """A trainer that has not adopted commits yet: `adopted_through` is preliminary (run/history.py)."""
     started_at: Seconds
@@ -286,7 +286,7 @@ class GarbageRecord(Record):
 
 
 class StartsRecord(Record):
-    """starts.json: the first start of a Prefect flow run that found the newest commit, to count starts in vain."""
+    """starts.json: first start of a Prefect flow run at the newest commit, to count starts without a new commit."""
 
     flow_run_id: str
     run_count: Count
@@ -302,7 +302,7 @@ class PredictionRecord(Record):
     """Where the speeds come from."""
     steps_per_second: Number
     mean_lag: Number
-    """Of the trained tokens, optimizer steps."""
+    """Mean lag of the trained tokens, in optimizer steps."""
 
 
 class RendezvousRecord(Record):
@@ -411,9 +411,9 @@ class EvalRecord(Record):
     num_samples: Count = 1
     """Sampled completions per prompt."""
     temperature: Number = 1.0
-    """Of the sampled completions."""
+    """Temperature of the sampled completions."""
     top_p: Number = 1.0
-    """Of the sampled completions."""
+    """top_p of the sampled completions."""
     accuracy: Number
     """Mean over prompts of the mean reward of their completions (avg@num_samples); prompts without a reward are left
     out."""

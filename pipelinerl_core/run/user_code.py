@@ -43,24 +43,24 @@ def read_local(key: str, location: str) -> str | None:
 
 def store_code(store: ObjectStore, config: RunConfig) -> dict[str, str]:
     """Store the user's files; returns name -> sha256 of each file, as in RunRecord.code. Raises ConfigError."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for name, (key, location) in _locations(config).items():
         with naming(name if key != name else ""):
             code = read_local(key, location)
         if code is not None:
-            found[name] = _sha256(code)
-            store.put(code_key(found[name]), code.encode())
-    return found
+            digests[name] = _sha256(code)
+            store.put(code_key(digests[name]), code.encode())
+    return digests
 
 
 def installed_packages(config: RunConfig) -> dict[str, str]:
     """Name -> distribution and version of each module of the user, as in RunRecord.packages."""
-    found: dict[str, str] = {}
+    packages: dict[str, str] = {}
     for name, (_, location) in _locations(config).items():
         module = "" if _file(location) else location.partition(".")[0].partition(":")[0]
         for distribution in packages_distributions().get(module, ())[:1]:
-            found[name] = f"{distribution} {version(distribution)}"
-    return found
+            packages[name] = f"{distribution} {version(distribution)}"
+    return packages
 
 
 def stored_code(run: RunContext, name: str = "") -> str | None:

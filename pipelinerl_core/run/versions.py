@@ -41,9 +41,9 @@ def retained(config: RunConfig, stored: Iterable[int]) -> set[int]:
 
 def weights_to_remove(config: RunConfig, keys: Iterable[str], step: int) -> list[str]:
     """The keys below `weights` of versions before a committed `step` that the run does not retain."""
-    found = [(version, key) for key in keys if (version := parse_weights_key(key)[0]) <= step]
-    kept = retained(config, (version for version, key in found if key.endswith(f"/{MANIFEST_FILE}")))
-    return [key for version, key in found if version not in kept and version < step]
+    stored = [(version, key) for key in keys if (version := parse_weights_key(key)[0]) <= step]
+    kept = retained(config, (version for version, key in stored if key.endswith(f"/{MANIFEST_FILE}")))
+    return [key for version, key in stored if version not in kept and version < step]
 
 
 def remove_weights(store: ObjectStore, keys: Collection[str]) -> None:
@@ -90,8 +90,10 @@ def find_commits(run: RunContext, version: str) -> list[Commit]:
     if version in (ALL, DUE):
         commits = read_commits(run.store)
         stored = sorted(stored_versions(run.store) & commits.keys())
-        found = [commits[step] for step in stored if is_durable(commits[step])]
+        durable = [commits[step] for step in stored if is_durable(commits[step])]
         ends = {0, max(commits, default=0)}
-        return [one for one in found if version == ALL or one.step in ends or run.config.evaluates(one.step)]
-    named = {commit.step: commit for commit in (find_commit(run, one) for one in version.split(","))}
+        return [
+            commit for commit in durable if version == ALL or commit.step in ends or run.config.evaluates(commit.step)
+        ]
+    named = {commit.step: commit for commit in (find_commit(run, number) for number in version.split(","))}
     return [named[step] for step in sorted(named)]

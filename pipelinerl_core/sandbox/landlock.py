@@ -24,8 +24,8 @@ _PR_SET_NO_NEW_PRIVS = 38
 
 def version() -> int:
     """The kernel's Landlock ABI version; 0: no Landlock."""
-    found: int = ctypes.CDLL(None).syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG)
-    return max(0, found)
+    abi_version: int = ctypes.CDLL(None).syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG)
+    return max(0, abi_version)
 
 
 def restrict(readable: Iterable[str], *, network: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What a process may do to other processes: dumps of its memory, and capabilities.
+"""Privileges of a process over other processes: dumps of its memory, and capabilities.
 
 Standard library only, and for Python 3.9: agents/launcher.py, which the interpreter of a user's program runs, loads
 this file by its path.

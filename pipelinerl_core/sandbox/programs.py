@@ -123,7 +123,7 @@ class ProgramSandbox:
     # ---- requests and statuses -----------------------------------------------------------------------------------
 
     async def _finish_cancelled(self) -> None:
-        """Send and receive what a cancelled call has left."""
+        """Send and receive the bytes that a cancelled call has left."""
         await self._send()
         while self._num_unread:
             await self._status()

@@ -162,7 +162,7 @@ def _numbers(calls: str, column: int) -> Iterator[int]:
 
 def _choice(number: int, argument: int, values: tuple[int, ...]) -> list[bytes]:
     """If the call has this number: allow the call if the argument is one of the values, else refuse the call."""
-    checks = [one for value in values for one in (_if(_EQUAL, value, 0, 1), _one(_RETURN, _ALLOW))]
+    checks = [instruction for value in values for instruction in (_if(_EQUAL, value, 0, 1), _one(_RETURN, _ALLOW))]
     body = [_argument(argument), *checks, _one(_RETURN, _ERRNO | errno.EPERM)]
     return [_if(_EQUAL, number, 0, len(body)), *body]
 

@@ -35,14 +35,16 @@ def load(location: str, code: str | None, kind: str) -> Any:
     """
     place, _, name = location.rpartition(":")
     module = _imported(place, kind) if code is None else _executed(Path(place).name, code)
-    found = getattr(module, name, None)
-    if found is None:
+    loaded = getattr(module, name, None)
+    if loaded is None:
         is_kind = inspect.isclass if kind == "class" else inspect.isfunction
-        own = [one for one, value in vars(module).items() if is_kind(value) and value.__module__ == module.__name__]
-        defined = ", ".join(sorted(one for one in own if one[0] != "_"))
+        own = [
+            member for member, value in vars(module).items() if is_kind(value) and value.__module__ == module.__name__
+        ]
+        defined = ", ".join(sorted(member for member in own if member[0] != "_"))
         plural = "Classes" if kind == "class" else "Functions"
         raise Invalid(f"no {kind} {name} there. {plural}: {defined or 'none'}")
-    return found, getattr(module, "__file__", None) or ""
+    return loaded, getattr(module, "__file__", None) or ""
 
 
 def _imported(location: str, kind: str) -> ModuleType:
@@ -91,8 +93,8 @@ def failure_line(error: BaseException, file: str = "") -> str:
     if isinstance(error, Invalid):
         return message[:500]
     frames = traceback.extract_tb(error.__traceback__)
-    own = [one for one in frames if is_own(one.filename, file)]
-    shown = (own or [one for one in frames if one.filename[0] != "<"] or frames)[-1]
+    own = [frame for frame in frames if is_own(frame.filename, file)]
+    shown = (own or [frame for frame in frames if frame.filename[0] != "<"] or frames)[-1]
     name, line = shown.filename, shown.lineno
     if isinstance(error, SyntaxError) and error.filename:  # of a loaded file, which has no frame
         name, line, message = error.filename, error.lineno, error.msg

@@ -49,7 +49,7 @@ R = TypeVar("R")
 
 
 class Failure(Enum):
-    """What a failed request means."""
+    """The meaning of a failed request."""
 
     MISSING = auto()
     EXISTS = auto()

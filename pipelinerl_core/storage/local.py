@@ -77,7 +77,9 @@ class FileStore:
     def children(self) -> list[str]:
         def names() -> list[str]:
             with os.scandir(self._root) as entries:
-                return sorted(one.name for one in entries if one.is_dir() and not one.name.startswith(HIDDEN_PREFIX))
+                return sorted(
+                    entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(HIDDEN_PREFIX)
+                )
 
         try:
             return self._call("list", "", names)

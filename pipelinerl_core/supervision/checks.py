@@ -134,9 +134,9 @@ def check_model(config: RunConfig) -> None:
 
 def check_references(config: RunConfig) -> None:
     """Reference model and teacher exist and have the vocabulary of the trained model."""
-    for name, found in (("ref_model", config.loss.ref_model), ("teacher", config.loss.teacher)):
-        if found:
-            _check_reference(f"loss.{name}={found}", Path(found), resolve_model_path(config.model.path))
+    for name, path in (("ref_model", config.loss.ref_model), ("teacher", config.loss.teacher)):
+        if path:
+            _check_reference(f"loss.{name}={path}", Path(path), resolve_model_path(config.model.path))
 
 
 def _check_reference(setting: str, directory: Path, own: Path | None) -> None:
@@ -161,9 +161,9 @@ def _check_reference(setting: str, directory: Path, own: Path | None) -> None:
 def _tokens(directory: Path | None) -> list[object]:
     """The tokens of tokenizer.json with their ids; empty without a readable file."""
     try:
-        found = {} if directory is None else json.loads((directory / "tokenizer.json").read_text())
-        added = [(token["id"], token["content"]) for token in found.get("added_tokens", ())]
-        return [found["model"]["vocab"], added]
+        tokenizer = {} if directory is None else json.loads((directory / "tokenizer.json").read_text())
+        added = [(token["id"], token["content"]) for token in tokenizer.get("added_tokens", ())]
+        return [tokenizer["model"]["vocab"], added]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 

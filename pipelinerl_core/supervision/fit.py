@@ -26,7 +26,7 @@ _HEAD_LOGITS = 1 << 22
 """Logits of one chunk (algo/logprobs.py), of which three float32 copies exist at once."""
 _STAGED_MODELS = 2
 _ENGINE_SHARED_BYTES = 2.0 * _GIB
-"""Of vLLM's workers and NCCL."""
+"""Shared memory of vLLM's workers and NCCL."""
 _KEPT_VERSIONS = 5
 _RESCORED_VERSIONS = 2
 """trainer.rescore_bytes=0."""
@@ -42,7 +42,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleFit:
-    """What one process group of a run needs."""
+    """GPUs and memory that the processes of one role need."""
 
     role: str
     count: int
@@ -81,7 +81,7 @@ class RoleFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """What a run needs of the hosts."""
+    """GPUs and memory that a run needs."""
 
     model: str
     num_parameters: int
@@ -172,7 +172,7 @@ def check_fit(config: RunConfig) -> list[str]:
 def shared_memory_of(config: RunConfig, role: str) -> float | None:
     """Bytes of /dev/shm that a container of the role `actor` or `trainer` needs; None if the model is unknown."""
     fit = fit_of(config)
-    return None if fit is None else next(one.shared_bytes for one in fit.roles if one.role == role)
+    return None if fit is None else next(role_fit.shared_bytes for role_fit in fit.roles if role_fit.role == role)
 
 
 def _trainer(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit:

@@ -27,7 +27,7 @@ from pipelinerl_core.errors import ConfigError, DeadlineExceeded
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 CLAIMS = Path("/dev/shm/pipelinerl-gpus")
 CLAIM_SECONDS = 60.0
-"""How long a role waits for GPUs that a role which is just ending still has."""
+"""How long a role waits for GPUs of another role that is ending."""
 _POLL_SECONDS = 0.5
 _QUERY_SECONDS = 20.0
 _QUERY = ("--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
@@ -59,10 +59,10 @@ def inventory() -> tuple[Gpu, ...]:
         printed = subprocess.run(
             [command, *_QUERY], capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True
         ).stdout
-        found = [_parse(line) for line in printed.splitlines() if line.strip()]
+        gpus = [_parse(line) for line in printed.splitlines() if line.strip()]
     except (OSError, subprocess.SubprocessError, ValueError):
         return ()
-    return tuple(found) if allowed is None else _allowed(found, allowed)
+    return tuple(gpus) if allowed is None else _allowed(gpus, allowed)
 
 
 def _parse(line: str) -> Gpu:
@@ -70,13 +70,13 @@ def _parse(line: str) -> Gpu:
     return Gpu(index, uuid, name, int(mib) * _MIB)
 
 
-def _allowed(found: list[Gpu], allowed: str) -> tuple[Gpu, ...]:
+def _allowed(gpus: list[Gpu], allowed: str) -> tuple[Gpu, ...]:
     """The GPUs that a device list names by index or by the beginning of the UUID, in the order of the list."""
     names = [name.strip() for name in allowed.split(",")]
     return tuple(
         Gpu(name, gpu.uuid, gpu.name, gpu.num_bytes)
         for name in names
-        for gpu in found
+        for gpu in gpus
         if name and (name == gpu.device or gpu.uuid.startswith(name))
     )
 
@@ -208,7 +208,11 @@ def holders(gpus: tuple[Gpu, ...]) -> list[str]:
     with _claims() as directory, ExitStack() as files:
         for name, place in shown.items():
             if not _lock(_opened(files, directory, name, os.O_CREAT), fcntl.LOCK_EX):
-                notes = [_note(directory, one) for one in os.listdir(directory) if one.startswith(f"{name}.")]
+                notes = [
+                    _note(directory, file_name)
+                    for file_name in os.listdir(directory)
+                    if file_name.startswith(f"{name}.")
+                ]
                 texts.append(f"{place}: {', '.join(filter(None, notes)) or 'another process'}")
     return texts
 

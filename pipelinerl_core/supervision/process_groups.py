@@ -41,18 +41,18 @@ def await_groups(seconds: float) -> list[int]:
 
 
 def _child_group_leaders() -> list[int]:
-    found = []
+    leaders = []
     for child in psutil.Process().children():
         with suppress(ProcessLookupError, psutil.Error):
             if os.getpgid(child.pid) == child.pid and child.status() != psutil.STATUS_ZOMBIE:
-                found.append(child.pid)
-    return found
+                leaders.append(child.pid)
+    return leaders
 
 
 def _members(group: int) -> list[psutil.Process]:
-    found = []
+    members = []
     for pid in psutil.pids():
         with suppress(ProcessLookupError, psutil.Error):
             if os.getpgid(pid) == group:
-                found.append(psutil.Process(pid))
-    return found
+                members.append(psutil.Process(pid))
+    return members

@@ -97,12 +97,12 @@ def tail(path: Path, number: int, start: int = 0) -> list[str]:
 
 def log_files(directory: Path, role: str = "") -> dict[str, Path]:
     """Role name -> log, for names equal to `role` or starting with `role-`; ConfigError if there is no such log."""
-    found = {path.stem: path for path in sorted(directory.glob("*.log"))}
-    if not found:
+    logs = {path.stem: path for path in sorted(directory.glob("*.log"))}
+    if not logs:
         raise ConfigError(f"no logs at {directory}: each role writes its log on its own host; run the command there")
     chosen = {path.stem: path for path in _matching(directory, role)}
     if not chosen:
-        raise ConfigError(f"--role {role}: no log of this role at {directory}. Set one of: {', '.join(found)}")
+        raise ConfigError(f"--role {role}: no log of this role at {directory}. Set one of: {', '.join(logs)}")
     return chosen
 
 

@@ -53,7 +53,7 @@ def evaluate(run: RunContext, version: str, stop: Event, enough: float | None = 
     if version in (ALL, DUE, SCHEDULED):
         return list(evals.values())
     wanted = {"first": min(evals, default=0), "last": max(evals, default=0)}
-    steps = [wanted[one] if one in wanted else int(one) for one in version.split(",")]
+    steps = [wanted[part] if part in wanted else int(part) for part in version.split(",")]
     return [evals[step] for step in sorted(set(steps)) if step in evals]
 
 

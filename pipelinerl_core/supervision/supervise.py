@@ -59,7 +59,7 @@ class RoleReport:
 
     name: str
     exit_code: int
-    """Of the role's last process; negative for a signal."""
+    """Exit code of the role's last process; negative for a signal."""
     restarts: int
     seconds: float
     stopped: bool

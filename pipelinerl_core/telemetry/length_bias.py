@@ -57,6 +57,6 @@ def length_report(lengths: Lengths) -> dict[str, Any]:
 
 def length_line(report: Mapping[str, Any]) -> str:
     """One line. Example: mean length of 24.1 generated, 23.9 trained, 31.0 masked_stale; bias 0.99."""
-    means = [f"{one['mean_length']:.1f} {name}" for name, one in report["classes"].items()]
+    means = [f"{totals['mean_length']:.1f} {name}" for name, totals in report["classes"].items()]
     bias = "" if report["bias"] is None else f"; bias {report['bias']:.2f}"
     return f"mean length of {', '.join(means)}{bias}" if means else ""

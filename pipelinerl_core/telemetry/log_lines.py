@@ -80,7 +80,9 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
 
 
 def level_of(line: str) -> str:
@@ -88,7 +90,7 @@ def level_of(line: str) -> str:
     if line.startswith(_TRACEBACK):
         return "ERROR"
     for form in _LEVELS:
-        found = form.match(line)
-        if found:
-            return found["level"]
+        match = form.match(line)
+        if match:
+            return match["level"]
     return ""

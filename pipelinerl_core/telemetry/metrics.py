@@ -49,7 +49,7 @@ class Metric:
     """In the group role: the roles that export the metric."""
     labels: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
-    """All values of the one label, if they are known in advance."""
+    """All values of the label, if there is a single label and its values are known in advance."""
     buckets: tuple[float, ...] = _SECONDS
 
     @property
@@ -90,13 +90,13 @@ _DIFFERENCE_HELP = {
 
 
 def _difference_metrics() -> list[Metric]:
-    found = []
+    metrics = []
     for cause, text in _DIFFERENCE_HELP.items():
         size = f"Absolute difference of trainer and rollout log-probability. {text}"
-        found.append(Metric(f"{cause}/abs", "nats", "mean over such tokens", size))
+        metrics.append(Metric(f"{cause}/abs", "nats", "mean over such tokens", size))
         signed = "As importance/kl."
-        found.append(Metric(f"{cause}/kl", "nats", "mean over such tokens", signed))
-    return found
+        metrics.append(Metric(f"{cause}/kl", "nats", "mean over such tokens", signed))
+    return metrics
 
 
 def _run(name: str, unit: str, help: str, kind: Kind = "gauge", labels: tuple[str, ...] = ()) -> Metric:
@@ -384,7 +384,7 @@ def _component_means(rows: Sequence[TrainingRow]) -> dict[str, float | None]:
     for row in rows:
         for component in row.rollout.reward_components:
             values.setdefault(f"reward/{component.name}", []).append(component.value)
-    return {name: _mean(np.array(found)) for name, found in values.items()}
+    return {name: _mean(np.array(component_values)) for name, component_values in values.items()}
 
 
 def _environment_metrics(rows: Sequence[TrainingRow]) -> dict[str, float | None]:

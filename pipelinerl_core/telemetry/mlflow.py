@@ -250,8 +250,8 @@ class MlflowTracker:
         self._wake.set()
         self._writer.join(_CLOSE_RETRY_SECONDS)
         if self._writer.is_alive() and (self._left or self.logged is None):
-            what = self._left or "metrics"
-            logger.warning("MLflow does not answer: waiting at most %.0f s to write %s", limit_seconds, what)
+            unwritten = self._left or "metrics"
+            logger.warning("MLflow does not answer: waiting at most %.0f s to write %s", limit_seconds, unwritten)
         self._writer.join(limit_seconds)
         left = self._left
         if self._writer.is_alive() or left or self.logged is None:
@@ -299,22 +299,22 @@ class MlflowTracker:
         experiment_id = _experiment_id(client, self._uri, self._experiment)
         if self._lost_at is not None:
             _mark_lost(client, self.run_id, self._run_name, self._lost_at)
-        found = _find_run(client, experiment_id, self._run_name, self.run_id)
-        if found is None:
-            found = client.create_run(experiment_id, run_name=self._run_name).info.run_id
-        run = client.get_run(found)
-        client.update_run(found, status="RUNNING")
+        run_id = _find_run(client, experiment_id, self._run_name, self.run_id)
+        if run_id is None:
+            run_id = client.create_run(experiment_id, run_name=self._run_name).info.run_id
+        run = client.get_run(run_id)
+        client.update_run(run_id, status="RUNNING")
         tags = [RunTag(key, value[:_MAX_TAG_CHARS]) for key, value in self._tags.items()]
-        client.log_batch(found, tags=tags)
+        client.log_batch(run_id, tags=tags)
         new = [
             Param(key, value[:_MAX_PARAM_CHARS]) for key, value in self._params.items() if key not in run.data.params
         ]
         for start in range(0, len(new), _MAX_BATCH_PARAMS):
-            client.log_batch(found, params=new[start : start + _MAX_BATCH_PARAMS])
-        known = {one.dataset.digest for one in run.inputs.dataset_inputs} if run.inputs else set()
+            client.log_batch(run_id, params=new[start : start + _MAX_BATCH_PARAMS])
+        known = {dataset_input.dataset.digest for dataset_input in run.inputs.dataset_inputs} if run.inputs else set()
         inputs = [_input(note) for note in self._datasets if note.digest not in known]
         if inputs:
-            client.log_inputs(found, inputs)
+            client.log_inputs(run_id, inputs)
         return client, run
 
     # ---- writer thread ---------------------------------------------------------------------------------------
@@ -400,7 +400,7 @@ class MlflowTracker:
         )
         return True
 
-    def _try(self, what: str, call: Callable[[], object]) -> bool:
+    def _try(self, subject: str, call: Callable[[], object]) -> bool:
         try:
             call()
         except Exception as error:  # noqa: BLE001 - an error of tracking must not end the run
@@ -409,7 +409,7 @@ class MlflowTracker:
             logger.log(
                 level,
                 "could not write %s to MLflow (%s), trying again later; the run continues",
-                what,
+                subject,
                 _reason(error),
             )
             return False
@@ -425,19 +425,19 @@ def _input(note: DatasetNote) -> DatasetInput:
 
 
 def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:
-    found = client.get_experiment_by_name(name)
-    if found is not None:
-        return str(found.experiment_id)
+    experiment = client.get_experiment_by_name(name)
+    if experiment is not None:
+        return str(experiment.experiment_id)
     # Beside the database instead of in the working directory.
     database = uri.removeprefix("sqlite:///")
     location = (Path(database).absolute().parent / "mlartifacts" / name).as_uri() if database != uri else None
     try:
         return str(client.create_experiment(name, location, _EXPERIMENT_TAGS))
     except MlflowException:
-        found = client.get_experiment_by_name(name)  # another run has just created it
-        if found is None:
+        experiment = client.get_experiment_by_name(name)  # another run has just created it
+        if experiment is None:
             raise
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
 
 def _find_run(client: MlflowClient, experiment_id: str, run_name: str, run_id: str) -> str | None:

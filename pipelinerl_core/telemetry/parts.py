@@ -41,10 +41,10 @@ class PartMetrics:
             of_part.setdefault(part, []).extend(group)
         for record in fates:
             self._count(record.group_id, record.fate)
-        found = dict(self._totals)
+        metrics = dict(self._totals)
         for part, rollouts in of_part.items():
-            found |= {f"{PREFIX}{part}/{key}": value for key, value in _figures(rollouts).items()}
-        return found
+            metrics |= {f"{PREFIX}{part}/{key}": value for key, value in _figures(rollouts).items()}
+        return metrics
 
     def _count(self, group_id: int, fate: str) -> str:
         part = self._order.turn(group_id).part
@@ -76,13 +76,13 @@ def parts_of(config: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[st
     """
     mixture = config.get("mixture") or {}
     total = sum(part["weight"] for part in mixture.values())
-    found = {name: {"weight": part["weight"] / total} for name, part in mixture.items()}
+    parts = {name: {"weight": part["weight"] / total} for name, part in mixture.items()}
     for key, value in metrics.items():
         if key.startswith(PREFIX):
             name, _, rest = key.removeprefix(PREFIX).partition("/")
-            if name in found:
-                found[name][rest] = value
-    return found
+            if name in parts:
+                parts[name][rest] = value
+    return parts
 
 
 def untrained_parts(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -90,21 +90,21 @@ def untrained_parts(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
     parts: as of `parts_of`.
     """
-    found = {}
+    reasons = {}
     for name, part in parts.items():
         ended = {fate: int(part.get(f"groups_{fate}") or 0) for fate in FATES}
         total = sum(ended.values())
         if total < MIN_GROUPS or ended["trained"]:
             continue
         if ended["failed"] == total:
-            found[name] = (
+            reasons[name] = (
                 f"mixture.{name}: all {total:,} groups failed, none is trained: its reward or environment raises, or "
                 "its process ends. The logs of the actors name the first errors (pipelinerl logs)"
             )
         else:
             counts = ", ".join(f"{num:,} {fate}" for fate, num in ended.items() if num)
-            found[name] = (
+            reasons[name] = (
                 f"mixture.{name}: none of {total:,} groups is trained ({counts}). Filtered groups have equal "
                 "rewards: choose easier or harder prompts for this part"
             )
-    return found
+    return reasons

@@ -33,7 +33,9 @@ class RoleMetrics:
     def __init__(self, role: str, name: str, run_id: str) -> None:
         self._registry = _empty_registry()
         ProcessCollector(registry=self._registry)
-        self._known = {one.name: _build(one, self._registry) for one in METRICS.values() if role in one.roles}
+        self._known = {
+            metric.name: _build(metric, self._registry) for metric in METRICS.values() if role in metric.roles
+        }
         info = self._known["role_info"].labels(run_id, role, name)
         assert isinstance(info, Gauge)
         info.set(1)
@@ -81,8 +83,8 @@ def run_exposition(status: Mapping[str, Any]) -> bytes:
             continue
         built = _build(METRICS[name], registry)
         assert not isinstance(built, Histogram)
-        for label, one in samples.items():
-            built.labels(*((run, label) if METRICS[name].labels else (run,))).inc(float(one))
+        for label, sample in samples.items():
+            built.labels(*((run, label) if METRICS[name].labels else (run,))).inc(float(sample))
     return generate_latest(registry)
 
 
@@ -91,15 +93,15 @@ def _run_values(status: Mapping[str, Any]) -> dict[str, Any]:
     actors = _newest_epochs(status["actors"])
 
     def of_actors(key: str) -> dict[str, int]:
-        return {name: one[key] for name, one in actors.items()}
+        return {name: actor[key] for name, actor in actors.items()}
 
     def of_parts(key: str) -> dict[str, float]:
         return {name: part[key] for name, part in status["parts"].items() if part.get(key) is not None}
 
     hub = status["hub"]
-    of_steps = {one.name for one in METRICS.values() if one.group in ("trainer", "evaluator")}
+    of_steps = {metric.name for metric in METRICS.values() if metric.group in ("trainer", "evaluator")}
     return {
-        **{name: one for name, one in status["metrics"].items() if name in of_steps},
+        **{name: value for name, value in status["metrics"].items() if name in of_steps},
         "step": status["step"],
         "steps": status["steps"],
         "weight_version": status["newest_version"],
@@ -122,11 +124,11 @@ def _run_values(status: Mapping[str, Any]) -> dict[str, Any]:
 
 def _newest_epochs(actors: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Name -> entry of the newest epoch; keys of `actors` are "<name>/<epoch>"."""
-    found: dict[str, tuple[int, Mapping[str, Any]]] = {}
-    for key, one in actors.items():
+    newest: dict[str, tuple[int, Mapping[str, Any]]] = {}
+    for key, entry in actors.items():
         name, _, epoch = key.partition("/")
-        found[name] = max(found.get(name, (-1, one)), (int(epoch or 0), one), key=lambda known: known[0])
-    return {name: one for name, (_, one) in found.items()}
+        newest[name] = max(newest.get(name, (-1, entry)), (int(epoch or 0), entry), key=lambda known: known[0])
+    return {name: entry for name, (_, entry) in newest.items()}
 
 
 def _empty_registry() -> CollectorRegistry:

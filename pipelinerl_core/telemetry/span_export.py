@@ -48,7 +48,7 @@ class BatchSink:
                 parent=_context(span.parent) if span.parent else None,
                 resource=self._resource,
                 attributes=span.attributes,
-                events=[OtelEvent(one.name, one.attributes, _nanoseconds(one.at)) for one in span.events],
+                events=[OtelEvent(event.name, event.attributes, _nanoseconds(event.at)) for event in span.events],
                 links=[Link(_context(ref)) for ref in span.links],
                 start_time=_nanoseconds(span.start),
                 end_time=_nanoseconds(span.end),
@@ -133,11 +133,16 @@ def _as_json(span: ReadableSpan) -> dict[str, Any]:
         "endTimeUnixNano": str(span.end_time),
         "attributes": _attributes(span.attributes or {}),
         "events": [
-            {"timeUnixNano": str(one.timestamp), "name": one.name, "attributes": _attributes(one.attributes or {})}
-            for one in span.events
+            {
+                "timeUnixNano": str(event.timestamp),
+                "name": event.name,
+                "attributes": _attributes(event.attributes or {}),
+            }
+            for event in span.events
         ],
         "links": [
-            {"traceId": f"{one.context.trace_id:032x}", "spanId": f"{one.context.span_id:016x}"} for one in span.links
+            {"traceId": f"{link.context.trace_id:032x}", "spanId": f"{link.context.span_id:016x}"}
+            for link in span.links
         ],
     }
 

@@ -74,7 +74,7 @@ class SystemSampler:
 
     def _processes(self) -> list[tuple[psutil.Process, str]]:
         """(process, role) of this process and its descendants; a child of a role process belongs to the role."""
-        found = [(self._flow, "flow")]
+        processes = [(self._flow, "flow")]
         roles = {self._flow.pid: "flow"}
         for process in self._flow.children(recursive=True):  # parents first
             try:
@@ -82,8 +82,8 @@ class SystemSampler:
             except psutil.Error:
                 continue
             roles[process.pid] = role
-            found.append((process, role))
-        return found
+            processes.append((process, role))
+        return processes
 
     def _role_of(self, command: list[str]) -> str | None:
         """Role, or name of an actor, of a command line; None for other processes than roles of this run."""
@@ -124,13 +124,13 @@ def parse_gpus(text: str) -> dict[str, float]:
         busy, used, total, watts = (_number(cell) for cell in cells)
         megabytes = used * _MEBIBYTE / _MEGABYTE if used is not None else None
         percentage = 100.0 * used / total if used is not None and total else None
-        found = {
+        figures = {
             "utilization_percentage": busy,
             "memory_usage_megabytes": megabytes,
             "memory_usage_percentage": percentage,
             "power_usage_watts": watts,
         }
-        values |= {f"gpu_{index}_{name}": value for name, value in found.items() if value is not None}
+        values |= {f"gpu_{index}_{name}": value for name, value in figures.items() if value is not None}
     return values
 
 

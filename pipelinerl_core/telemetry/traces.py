@@ -77,15 +77,15 @@ class Tracer:
         """Whether a group is traced; the same in every role."""
         return _number(8, "share", self._run_id, group_id) < self._limit
 
-    def group(self, group_id: int, attempt: int, *what: str | int) -> SpanRef:
-        """Id of the root span of an attempt at a group, or, with `what`, of a span below."""
+    def group(self, group_id: int, attempt: int, *path: str | int) -> SpanRef:
+        """Id of the root span of an attempt at a group, or, with `path`, of a span below that span."""
         trace_id = _number(16, "group", self._run_id, group_id)
-        return SpanRef(trace_id=trace_id, span_id=_number(8, "group", self._run_id, group_id, attempt, *what))
+        return SpanRef(trace_id=trace_id, span_id=_number(8, "group", self._run_id, group_id, attempt, *path))
 
-    def step(self, step: int, epoch: int, *what: str | int) -> SpanRef:
-        """Id of the root span of a step of a trainer epoch, or, with `what`, of a span below."""
+    def step(self, step: int, epoch: int, *path: str | int) -> SpanRef:
+        """Id of the root span of a step of a trainer epoch, or, with `path`, of a span below that span."""
         trace_id = _number(16, "step", self._run_id, step)
-        return SpanRef(trace_id=trace_id, span_id=_number(8, "step", self._run_id, step, epoch, *what))
+        return SpanRef(trace_id=trace_id, span_id=_number(8, "step", self._run_id, step, epoch, *path))
 
     def emit(
         self,

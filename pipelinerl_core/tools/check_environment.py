@@ -96,7 +96,7 @@ async def _trial(environments: EnvironmentPool, config: RunConfig, prompt: Promp
 
 
 def _hint(error: str) -> str:
-    """What allows the call that the isolation has refused."""
+    """The change that allows a call which the isolation has refused; empty for other errors."""
     if "Operation not permitted" in error:
         return ". If the environment needs the network, set environment.network=true"
     if "Permission denied" in error:

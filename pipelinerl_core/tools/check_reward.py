@@ -44,7 +44,7 @@ async def check(config: RunConfig, prompt: Prompt, code: str | None) -> list[str
 
 
 def _hint(config: RunConfig, error: RewardError) -> str:
-    """What allows the call that the isolation has refused."""
+    """The change that allows a call which the isolation has refused; empty for other errors."""
     if "Permission denied: '" in str(error):  # names a file
         return ". Import modules and read files outside of the function, where the file is loaded"
     if "PermissionError" in str(error) and not config.reward.network:

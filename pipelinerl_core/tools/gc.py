@@ -109,14 +109,14 @@ class Collector:
         kept = {f"{commit.weights_key}/" for commit in self._commits}
         kept |= {f"{checkpoint_prefix(commit.step, commit.epoch)}/" for commit in self._commits}
         kept |= {f"{batch_key(commit.step, commit.epoch, rank=0).rpartition('/')[0]}/" for commit in self._commits}
-        found = [key for key in list_keys(self._store, "commits") if key not in self._commit_keys]
+        orphans = [key for key in list_keys(self._store, "commits") if key not in self._commit_keys]
         for prefix in ("batches", "weights", "checkpoints"):
-            found += [key for key in list_keys(self._store, prefix) if f"{key.rpartition('/')[0]}/" not in kept]
+            orphans += [key for key in list_keys(self._store, prefix) if f"{key.rpartition('/')[0]}/" not in kept]
         if not self._is_done:
             # Weights of the last step stay, too: a starting trainer, or an actor that cannot read the weights, makes
             # the trainer publish the version again under a key that no commit names.
-            found = [key for key in found if _step_of(key) <= self._end - key.startswith("weights/")]
-        return sorted(found)
+            orphans = [key for key in orphans if _step_of(key) <= self._end - key.startswith("weights/")]
+        return sorted(orphans)
 
     def checkpoints(self) -> list[str]:
         """Checkpoints that neither a start nor a replay needs."""
@@ -143,15 +143,15 @@ class Collector:
 
     def rollouts(self) -> list[str]:
         """Segments in which every group is decided: below the low-water marks, and of retired actor epochs."""
-        found = []
+        decided = []
         retired = {parse_retired_key(key) for key in list_keys(self._store, RETIRED_PREFIX)}
         for key in list_keys(self._store, "rollouts"):
             name = parse_rollout_key(key)
             mark = self._low_water.get(f"{name.actor}/{name.epoch}")
             is_retired = (name.actor, name.epoch) in retired
             if self._is_done or is_retired or (mark is not None and name.seq < mark):
-                found.append(key)
-        return found
+                decided.append(key)
+        return decided
 
     def _is_open(self, groups: Iterable[int]) -> bool:
         return any(group_id in self._open or group_id >= self._frontier for group_id in groups)
@@ -223,10 +223,10 @@ def _read_noted(store: ObjectStore) -> set[str]:
 
 def collect_shared_memory(root: str, *, dry_run: bool) -> list[str]:
     """Removed (`dry_run`: removable) directories in this host's shared memory, of killed runs under a root."""
-    found = abandoned_shared_memory(root)
-    for path in () if dry_run else found:
+    directories = abandoned_shared_memory(root)
+    for path in () if dry_run else directories:
         shutil.rmtree(path, ignore_errors=True)
-    return [str(path) for path in found]
+    return [str(path) for path in directories]
 
 
 def _refuse_started(store: ObjectStore, collector: Collector) -> None:

@@ -27,7 +27,7 @@ _EVAL_PROMPTS = 8
 _HOST_KEYS = "kind gpus_per_actor gpu trainer_nodes trainer_host hub_host hub_port cores threads"
 """Keys of placement that describe other hosts than this one."""
 _FIXED = ("model.path=", "model.device=", "prompts.", "loss.ref_model=", "loss.teacher=", "eval.sets", "mixture.")
-"""Overrides that decide what is made small; all others win over the small values."""
+"""Overrides that decide which settings are made small; all others win over the small values."""
 
 
 def is_installed(module: str) -> bool:
@@ -36,7 +36,7 @@ def is_installed(module: str) -> bool:
 
 
 def tiny(config: RunConfig, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration with what costs time or hardware replaced, and three steps.
+    """The configuration with three steps, and small values of the settings that cost time or hardware.
 
     Kept are the kinds of engine, learner, loss, schedule and prompts, the transport of weights, LoRA, the reward and
     the environment. Without vLLM on this machine the engine is the embedded one. overrides: the overrides of the
@@ -47,7 +47,7 @@ def tiny(config: RunConfig, overrides: Sequence[str] = ()) -> RunConfig:
         section, _, name = key.partition(".")
         values[section] = {**values[section], name: value} if name else value
     small = build_config(values)
-    return override_config(small, [one for one in overrides if not one.startswith(_FIXED)])
+    return override_config(small, [override for override in overrides if not override.startswith(_FIXED)])
 
 
 def replaced(config: RunConfig, small: RunConfig) -> str:

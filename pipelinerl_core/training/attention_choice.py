@@ -57,13 +57,13 @@ def choose_attention(kind: AttentionKind, heads: Heads) -> str:
         if problem is not None:
             raise ConfigError(f"learner.attention={kind}: {problem}. Set learner.attention=auto")
         return ATTENTION_NAMES[kind]
-    for one in _FAST:
-        if missing_for(one, heads) is None:
-            problem = trial(one, heads)
+    for candidate in _FAST:
+        if missing_for(candidate, heads) is None:
+            problem = trial(candidate, heads)
             if problem is None:
-                _log.info("attention over packs: %s", one)
-                return ATTENTION_NAMES[one]
-            _log.warning("attention: %s does not work here (%s); trying the next kind", one, problem)
+                _log.info("attention over packs: %s", candidate)
+                return ATTENTION_NAMES[candidate]
+            _log.warning("attention: %s does not work here (%s); trying the next kind", candidate, problem)
     return PACKED_ATTENTION
 
 
@@ -88,11 +88,12 @@ def trial(kind: str, heads: Heads) -> str | None:
     inputs = [torch.randn(shape, generator=generator).to(heads.device, heads.dtype) for shape in shapes]
     wanted = _results(PACKED_ATTENTION, inputs, layout)
     try:
-        found = _results(ATTENTION_NAMES[kind], inputs, layout)
+        results = _results(ATTENTION_NAMES[kind], inputs, layout)
     except Exception as error:  # noqa: BLE001 - kernels and compilers raise many types of errors
         return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
     differences = [
-        ((one - other).abs().max() / other.abs().max()).item() for one, other in zip(found, wanted, strict=True)
+        ((result - other).abs().max() / other.abs().max()).item()
+        for result, other in zip(results, wanted, strict=True)
     ]
     tolerance = _TOLERANCE[heads.dtype]
     if all(difference <= tolerance for difference in differences):  # False for a nan

@@ -23,10 +23,10 @@ BoolArray = NDArray[np.bool_]
 
 def block_mask(layout: PackLayout, window: int | None) -> BlockMask:
     """Mask of causal attention inside each sequence, within the `window` newest tokens if given; cached per pack."""
-    found = layout.block_masks.get(window)
-    if found is None:
-        found = layout.block_masks[window] = _make(layout, window)
-    made: BlockMask = found
+    mask = layout.block_masks.get(window)
+    if mask is None:
+        mask = layout.block_masks[window] = _make(layout, window)
+    made: BlockMask = mask
     return made
 
 

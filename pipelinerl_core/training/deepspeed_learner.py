@@ -102,9 +102,9 @@ class DeepSpeedLearner:
         Raises TrainingDiverged on all ranks if loss, gradient or ratios are not finite; the state is as before the
         step then.
         """
-        what = f"step {self.version + 1}"
+        operation = f"step {self.version + 1}"
         with (
-            explain_out_of_memory(self._config, what, is_first=not self._has_stepped) as watch,
+            explain_out_of_memory(self._config, operation, is_first=not self._has_stepped) as watch,
             restored_generator_after_refusal(),
         ):
             metrics = self._step_packs(watch(packs))
@@ -158,13 +158,13 @@ class DeepSpeedLearner:
                 self._engine.zero_grad()
                 return norm
         self._engine.step()
-        found = float(self._engine.get_global_grad_norm() if norm is None else norm)
-        if not math.isfinite(found) and self._engine.was_step_applied():
+        global_norm = float(self._engine.get_global_grad_norm() if norm is None else norm)
+        if not math.isfinite(global_norm) and self._engine.was_step_applied():
             raise PipelineRLError(
                 f"step {self.version + 1}: DeepSpeed took a step with a gradient that is not finite; the weights of "
                 "this process are lost. The next start loads the checkpoint"
             )
-        return found
+        return global_norm
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
         """[C] trainer_logprobs of every completion token of each rollout, under the current weights."""
@@ -177,12 +177,12 @@ class DeepSpeedLearner:
 
     def weights(self) -> dict[str, Tensor]:
         """As `TorchLearner.weights`; empty on all ranks except 0."""
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         for chunk in self._chunks():
             with self._gathered([part for weight in chunk for part in weight.parts]):
                 if self._ranks.rank == 0:
-                    found |= {weight.name: weight.merged() for weight in chunk}
-        return found if self._note is None else Adapters(found, self._note)
+                    weights |= {weight.name: weight.merged() for weight in chunk}
+        return weights if self._note is None else Adapters(weights, self._note)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """As `TorchLearner.state`, for any stage and number of ranks; tensors are empty on all ranks except 0."""
@@ -227,7 +227,7 @@ class DeepSpeedLearner:
         for weight in published_weights(self._policy.model, scale, adapters_alone=is_alone):
             chunk.append(weight)
             if (
-                sum(getattr(part, "ds_numel", part.numel()) for one in chunk for part in one.parts)
+                sum(getattr(part, "ds_numel", part.numel()) for member in chunk for part in member.parts)
                 >= _GATHERED_ELEMENTS
             ):
                 yield chunk
@@ -257,10 +257,10 @@ class DeepSpeedLearner:
         """The tensors that the optimizer has moments for."""
         if self._stage == 0:
             return list(self._parameters.values())
-        found = next(
+        masters = next(
             getattr(self._engine.optimizer, name) for name in _MASTERS if hasattr(self._engine.optimizer, name)
         )
-        return list(found)
+        return list(masters)
 
     def _make_states(self, num_updates: float) -> None:
         """Create zero moments as after `num_updates` steps; AdamW creates moments only at its first step."""
@@ -284,10 +284,10 @@ class DeepSpeedLearner:
         if self._stage == 0:
             return parameter if moment is None else self._adam.state[parameter][moment]
         if moment is None:
-            found: Tensor = utils.safe_get_full_fp32_param(parameter)
+            full: Tensor = utils.safe_get_full_fp32_param(parameter)
         else:
-            found = utils.safe_get_full_optimizer_state(parameter, moment)
-        return found.view(getattr(parameter, "ds_shape", parameter.shape))
+            full = utils.safe_get_full_optimizer_state(parameter, moment)
+        return full.view(getattr(parameter, "ds_shape", parameter.shape))
 
     def _set_full(self, parameter: Any, moment: str | None, value: Tensor) -> None:
         if self._stage == 0:
@@ -317,7 +317,7 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu"}
     if learner.offload == "parameters":
         zero["offload_param"] = {"device": "cpu"}
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "zero_optimization": zero,
@@ -328,8 +328,8 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
         "communication_data_type": "fp32",
     }
     if config.model.dtype == "bfloat16":
-        found["bf16"] = {"enabled": True}
-    return found
+        settings["bf16"] = {"enabled": True}
+    return settings
 
 
 def load_deepspeed(device: torch.device, ranks: Ranks) -> Any:

@@ -52,7 +52,7 @@ class _PackResult:
     trainer_logprobs_N: Tensor
     entropy_N: Tensor
     gradients: tuple[Tensor | None, ...]
-    """Of each parameter; empty if the pack needs no backward pass."""
+    """Gradient of each parameter; empty if the pack needs no backward pass."""
 
 
 class TorchLearner:
@@ -106,9 +106,9 @@ class TorchLearner:
 
     def step_packs(self, packs: Iterable[PackedBatch]) -> dict[str, float]:
         """`step` on packs of rows; with several ranks, all ranks call the method, each with its own packs."""
-        what = f"step {self.version + 1}"
+        operation = f"step {self.version + 1}"
         with (
-            explain_out_of_memory(self._config, what, is_first=not self._has_stepped) as watch,
+            explain_out_of_memory(self._config, operation, is_first=not self._has_stepped) as watch,
             restored_generator_after_refusal(),
         ):
             metrics = self._step_packs(watch(packs))
@@ -202,11 +202,11 @@ def score_rollouts(
     policy: Any, packs: Iterable[PackedBatch], num_rollouts: int, device: torch.device
 ) -> list[Float32Array]:
     """[C] log-probabilities of every completion token of each rollout in the packs."""
-    found = [np.zeros(0, dtype=np.float32) for _ in range(num_rollouts)]
+    scores = [np.zeros(0, dtype=np.float32) for _ in range(num_rollouts)]
     for batch in packs:
         logprobs_N = policy(batch.to(device))[0].cpu().numpy()
         counts_S = np.bincount(batch.sequence_N.numpy(), minlength=len(batch.row_S))
         parts = np.split(logprobs_N, np.cumsum(counts_S)[:-1])
         for row, part in zip(batch.row_S.tolist(), parts, strict=True):
-            found[row] = part
-    return found
+            scores[row] = part
+    return scores

@@ -91,7 +91,7 @@ def prepare_model(model: Any, attention: AttentionKind = "auto") -> Any:
     # sides of the comparison attend in bfloat16.
     model.set_attn_implementation(PACKED_ATTENTION if chosen == FLOAT32_ATTENTION else chosen)
     difference = max(
-        (found - wanted).abs().max().item() for found, wanted in zip(_packed_logprobs(model), expected, strict=True)
+        (packed - wanted).abs().max().item() for packed, wanted in zip(_packed_logprobs(model), expected, strict=True)
     )
     tolerance = _TOLERANCE.get(model.dtype, 0.0)
     if not difference <= tolerance:

@@ -36,9 +36,9 @@ def make_adam(parameters: Sequence[Tensor], config: LearnerConfig) -> torch.opti
 def check_state(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
     """Raises StoreError if the weights of a checkpoint do not match the names and shapes of these parameters."""
     for name, shape in shapes.items():
-        found = tensors.get(f"weights.{name}")
-        if found is None or tuple(found.shape) != tuple(shape):
-            there = "nothing" if found is None else f"shape {tuple(found.shape)}"
+        tensor = tensors.get(f"weights.{name}")
+        if tensor is None or tuple(tensor.shape) != tuple(shape):
+            there = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
             raise StoreError(
                 f"weights.{name}: {there} in the checkpoint, {tuple(shape)} in the model: the checkpoint belongs to "
                 "another model. Set model.path to the model of the run"

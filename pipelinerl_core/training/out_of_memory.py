@@ -14,8 +14,8 @@ Watch = Callable[[Iterable[PackedBatch]], Iterator[PackedBatch]]
 
 
 @contextmanager
-def explain_out_of_memory(config: RunConfig, what: str, *, is_first: bool = True) -> Iterator[Watch]:
-    """Raise torch's error as one line about `what`. Yields a function: packs that pass through it are named too.
+def explain_out_of_memory(config: RunConfig, operation: str, *, is_first: bool = True) -> Iterator[Watch]:
+    """Raise torch's error as one line about `operation`. Yields a function: packs that pass through it are named too.
 
     is_first: this process has not completed an optimizer step. Another start would fail in the same way: the error is
     a ConfigError, which is never retried. After a completed step the memory may be fragmented, and a restart helps:
@@ -34,31 +34,31 @@ def explain_out_of_memory(config: RunConfig, what: str, *, is_first: bool = True
         yield watch
     except torch.OutOfMemoryError as error:
         kind = ConfigError if is_first else OutOfMemory
-        raise kind(_text(config, what, longest, str(error))) from error
+        raise kind(_text(config, operation, longest, str(error))) from error
 
 
-def _text(config: RunConfig, what: str, longest: int, cause: str) -> str:
+def _text(config: RunConfig, operation: str, longest: int, cause: str) -> str:
     # torch's first sentences have the figures of the GPU; the sentences after them are about torch's allocator.
     figures = " ".join(cause.split()).partition(" Of the allocated memory")[0].removesuffix(".")
     packs = f", with packs of up to {longest:,} tokens" if longest else ""
-    return f"trainer: {what}{packs}: {figures}. Set {', or '.join(_remedies(config, longest))}"
+    return f"trainer: {operation}{packs}: {figures}. Set {', or '.join(_remedies(config, longest))}"
 
 
 def _remedies(config: RunConfig, longest: int) -> list[str]:
-    """What to set, the cheapest first, without what is set already. longest: tokens of a pack, 0 without packs."""
-    found = []
+    """Settings that save memory and are not set, the cheapest first. longest: tokens of a pack, 0 without packs."""
+    remedies = []
     pack_tokens, max_tokens = config.trainer.pack_tokens, config.rollouts.max_tokens
     if longest > pack_tokens:
-        found.append(
+        remedies.append(
             f"rollouts.max_tokens below {max_tokens} (a sequence longer than trainer.pack_tokens is one pack)"
         )
     elif longest:
-        found.append(f"trainer.pack_tokens below {pack_tokens}")
+        remedies.append(f"trainer.pack_tokens below {pack_tokens}")
     if longest and not config.checkpoints_activations("cuda"):
-        found.append("learner.activation_checkpointing=true")
+        remedies.append("learner.activation_checkpointing=true")
     state = _smaller_state(config.learner, config.trainer.ranks)
     changed = [f"learner.{key}={value}" for key, value in state.items() if getattr(config.learner, key) != value]
-    return [*found, " ".join(changed) or "trainer.ranks higher"]
+    return [*remedies, " ".join(changed) or "trainer.ranks higher"]
 
 
 def _smaller_state(learner: LearnerConfig, num_ranks: int) -> dict[str, str | int]:

@@ -63,10 +63,10 @@ class Policy(torch.nn.Module):
 
     def trained(self) -> dict[str, Tensor]:
         """Name -> trained parameter of the model (tied parameters once) and of the value head."""
-        found = trained_parameters(self.model)
+        parameters = trained_parameters(self.model)
         if self.value_head is not None:
-            found |= {f"{VALUE_HEAD}{name}": parameter for name, parameter in self.value_head.named_parameters()}
-        return found
+            parameters |= {f"{VALUE_HEAD}{name}": parameter for name, parameter in self.value_head.named_parameters()}
+        return parameters
 
 
 def _value_head(model: Any, seed: int) -> torch.nn.Linear:

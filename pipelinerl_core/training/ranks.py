@@ -37,11 +37,11 @@ class Ranks:
 
     def gather(self, own: Tensor) -> list[list[float]]:
         """The vector of every rank, in the order of ranks, without rounding; waits for the device. Equal lengths."""
-        found = [own]
+        vectors = [own]
         if self.size > 1:
-            found = [torch.empty_like(own) for _ in range(self.size)]
-            dist.all_gather(found, own)
-        rows: list[list[float]] = torch.stack(found).tolist()
+            vectors = [torch.empty_like(own) for _ in range(self.size)]
+            dist.all_gather(vectors, own)
+        rows: list[list[float]] = torch.stack(vectors).tolist()
         return rows
 
 

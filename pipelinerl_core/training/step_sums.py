@@ -64,10 +64,10 @@ class StepSums:
         self.known["num_packs"] += 1
         of_pack = [sums.loss, sums.num_tokens, sums.ratio, sums.clipped, sums.kl, entropy_N.sum()]
         for name in _OPTIONAL:
-            found: Tensor | None = getattr(sums, name)
-            self.known[f"with_{name}"] += found is not None
-            of_pack.append(torch.zeros_like(sums.kl) if found is None else found)
-        self.of_packs.append(torch.stack([one.detach().double() for one in of_pack]))
+            optional_sum: Tensor | None = getattr(sums, name)
+            self.known[f"with_{name}"] += optional_sum is not None
+            of_pack.append(torch.zeros_like(sums.kl) if optional_sum is None else optional_sum)
+        self.of_packs.append(torch.stack([value.detach().double() for value in of_pack]))
         # Neither truncated nor masked: ess measures the effect of the lag before truncation and masks reduce it.
         log_ratios_N = trainer_logprobs_N.detach() - batch.rollout_logprobs_N
         num_sequences = batch.layout.num_sequences
@@ -99,7 +99,7 @@ class StepSums:
         cuts = list(accumulate(map(len, parts), initial=0))
         per_rank = [[row[start:end] for start, end in pairwise(cuts)] for row in flat]
         sums, known, differences, token_terms, sequence_terms, norms, by_length = zip(*per_rank, strict=True)
-        sums = tuple([*one, *other] for one, other in zip(sums, known, strict=True))
+        sums = tuple([*rank_sums, *other] for rank_sums, other in zip(sums, known, strict=True))
         total = dict(zip((*_OF_PACK, *_KNOWN), map(sum, zip(*sums, strict=True)), strict=True))
         num_trained, num_sampled = max(1.0, total["num_trained"]), max(1.0, total["num_sampled"])
         num_sequences = max(1.0, sum(EssTerms(*terms).num for terms in sequence_terms))
@@ -136,9 +136,9 @@ def check_finite(step: int, metrics: Mapping[str, float]) -> None:
     """Raises TrainingDiverged, which names all figures, if one figure is not finite."""
     if is_finite(metrics):
         return
-    found = ", ".join(f"{name}={metrics[name]:g}" for name in _FINITE)
+    figures = ", ".join(f"{name}={metrics[name]:g}" for name in _FINITE)
     raise TrainingDiverged(
-        f"step {step}: {found}; all values must be finite. The last good weights are version {step - 1}. Lower "
+        f"step {step}: {figures}; all values must be finite. The last good weights are version {step - 1}. Lower "
         "learner.lr or learner.clip_norm, or lengthen learner.warmup_steps; if only kl or ess is not finite, an "
         "engine recorded bad log-probabilities"
     )

@@ -56,10 +56,10 @@ class BaseWeights:
         """Raise ConfigError unless the files have weights of these names and shapes, as merging adapters requires."""
         for name, shape in shapes.items():
             if name not in self or self.shape(name) != shape:
-                found = f"{list(self.shape(name))} there" if name in self else "not there"
+                existing = f"{list(self.shape(name))} there" if name in self else "not there"
                 raise ConfigError(
                     f"model.path={self._directory}: weights.content=adapters are merged into the weights of its "
-                    f"files, but {name} {list(shape)} is {found}. Set weights.content=merged"
+                    f"files, but {name} {list(shape)} is {existing}. Set weights.content=merged"
                 )
 
     @cached_property

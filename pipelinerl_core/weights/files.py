@@ -64,9 +64,9 @@ def verify(data: bytes, entry: FileEntry, where: str) -> None:
     """Raise ChecksumMismatch unless size and sha256 of the bytes are as in the manifest."""
     if len(data) != entry.size:
         raise ChecksumMismatch(f"{where}/{entry.name}: {len(data)} bytes, the manifest says {entry.size}")
-    found = hashlib.sha256(data).hexdigest()
-    if found != entry.sha256:
-        raise ChecksumMismatch(f"{where}/{entry.name}: sha256 {found[:12]}, the manifest says {entry.sha256[:12]}")
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != entry.sha256:
+        raise ChecksumMismatch(f"{where}/{entry.name}: sha256 {digest[:12]}, the manifest says {entry.sha256[:12]}")
 
 
 def manifest_bytes(manifest: WeightManifest) -> bytes:

@@ -37,10 +37,10 @@ def _left_behind(shm: Path) -> list[Path]:
     if not os.path.lexists(shm):  # no version was published
         return []
     try:
-        found = [(_DIRECTORY.fullmatch(path.name), path) for path in private_directory(shm).iterdir()]
+        entries = [(_DIRECTORY.fullmatch(path.name), path) for path in private_directory(shm).iterdir()]
     except OSError:  # another start has removed the directory, or it cannot be used, as `_put_shm` will report
         return []
-    ordered = sorted((int(name[1]), int(name[2]), path) for name, path in found if name is not None)
+    ordered = sorted((int(name[1]), int(name[2]), path) for name, path in entries if name is not None)
     return [path for _, _, path in ordered]
 
 

@@ -53,7 +53,7 @@ class TrainedTokens:
     trainer_logprobs_M: Tensor
     """float32, with a gradient: under the weights being trained."""
     rollout_logprobs_M: Tensor
-    """float32: what the engine recorded when it sampled the token."""
+    """float32: as the engine recorded it when it sampled the token."""
     advantages_M: Tensor
     """Advantage of the token's rollout, of the token's turn, or of the token."""
     loss_weights_M: Tensor
@@ -65,11 +65,11 @@ class TrainedTokens:
     sequence_M: Tensor
     """int64: which sequence of the pack the token belongs to. No sequence is in two packs."""
     num_sequences: int
-    """Of the pack."""
+    """Number of sequences in the pack."""
     lags_M: Tensor
     """int64, 0 or more: optimizer steps from the weights that sampled the token to those being trained."""
     refused_M: Tensor | None = None
-    """bool: left out whatever the loss says of them; their weight is 0."""
+    """bool: tokens that are left out of every loss; their weight is 0."""
 
     @property
     def log_ratio_M(self) -> Tensor:

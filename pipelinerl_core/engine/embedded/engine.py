@@ -247,13 +247,13 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         """The first waiting sequences, at most `count`, that may start under the current weights."""
         if self._drained is not None:
             return []
-        found: list[SlotSequence] = []
+        admissible: list[SlotSequence] = []
         for sequence in self._waiting.values():
-            if len(found) == count:
+            if len(admissible) == count:
                 break
             if sequence.oldest_weights <= self._version:
-                found.append(sequence)
-        return found
+                admissible.append(sequence)
+        return admissible
 
     def _admit(self) -> list[tuple[int, Int32Array]]:
         """Fill free slots in order of arrival; returns the tokens to prefill: all of a sequence but the last."""

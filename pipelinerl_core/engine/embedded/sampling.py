@@ -53,7 +53,7 @@ def sample(
         None if top_p_R is None else torch.from_numpy(top_p_R).to(device),
         torch.from_numpy(uniform_R).to(device),
     )
-    token_ids_R, logprobs_R = (one.cpu().numpy() for one in drawn)
+    token_ids_R, logprobs_R = (tensor.cpu().numpy() for tensor in drawn)
     if is_greedy_R.any():
         token_ids_R = np.where(is_greedy_R, logits_RV.argmax(dim=-1).cpu().numpy(), token_ids_R)
         logprobs_R = np.where(is_greedy_R & np.isfinite(logprobs_R), np.float32(0), logprobs_R)

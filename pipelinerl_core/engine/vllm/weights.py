@@ -105,11 +105,11 @@ class StagedWeights:
 
     def _loaded(self, files: contextlib.ExitStack, leave_out: Collection[str]) -> dict[str, Tensor]:
         """The other weights of the engine core, memory-mapped from files that `files` closes."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for path in sorted(self._model.glob("*.safetensors")) if self.current is None else [self.current]:
             file = files.enter_context(safe_open(path, framework="pt"))
-            found |= {name: file.get_tensor(name) for name in file.keys() if name not in leave_out}  # noqa: SIM118
-        return found
+            tensors |= {name: file.get_tensor(name) for name in file.keys() if name not in leave_out}  # noqa: SIM118
+        return tensors
 
     def set_current(self, path: Path | None) -> None:
         """Record that the engine core has the weights of `path` (None: of a broadcast), and remove other files."""

@@ -44,7 +44,7 @@ class _Turn:
     """One turn of the model: the request that asked for it, and the answer."""
 
     digest: bytes
-    """Of the request's body."""
+    """Digest of the request's body."""
     key: str
     """The request's idempotency key; empty without."""
     asking: asyncio.Task[Mapping[str, Any]]
@@ -55,7 +55,7 @@ class _Given:
     """A turn as the program got it, and as `ask` expects it."""
 
     position: int
-    """Of the turn in the history."""
+    """Position of the turn in the history."""
     wire: Mapping[str, Any]
     message: Mapping[str, Any]
 
@@ -296,8 +296,8 @@ def _plain(message: Any) -> dict[str, Any]:
 def _is_turn(message: Mapping[str, Any], wire: Mapping[str, Any]) -> bool:
     """Whether a message of the history is a turn that the program got; spaces around the content do not count."""
 
-    def content(one: Mapping[str, Any]) -> str:
-        return str(one.get("content") or "").strip()
+    def content(turn: Mapping[str, Any]) -> str:
+        return str(turn.get("content") or "").strip()
 
     return (
         message["role"] == "assistant"

@@ -46,7 +46,7 @@ _EXIT_NOT_STARTED = 127
 
 
 def main(descriptor: int, modules: list[str]) -> None:
-    """Import the modules, say so, and start programs until the socket closes."""
+    """Import the modules, report the result, and start programs until the socket closes."""
     del sys.path[0]  # the directory of this file
     _PRIVILEGES["forbid_dumps"]()
     requests = socket.socket(fileno=descriptor)
@@ -67,8 +67,8 @@ def main(descriptor: int, modules: list[str]) -> None:
             requests.close()
             _guard(descriptors, is_forked=bool(modules))
             os._exit(0)
-        for one in descriptors:
-            os.close(one)
+        for received_descriptor in descriptors:
+            os.close(received_descriptor)
 
 
 def _guard(descriptors: list[int], *, is_forked: bool) -> None:
@@ -82,11 +82,11 @@ def _guard(descriptors: list[int], *, is_forked: bool) -> None:
     program = os.fork()
     if program == 0:
         _become(request, descriptors, is_forked)
-    for one in descriptors[1:]:
-        os.close(one)
-    null = os.open(os.devnull, os.O_RDWR)  # the launcher's own output is not for guards
-    for one in range(3):
-        os.dup2(null, one)
+    for descriptor in descriptors[1:]:
+        os.close(descriptor)
+    null = os.open(os.devnull, os.O_RDWR)  # guards do not write to the output of the launcher
+    for stream in range(3):
+        os.dup2(null, stream)
     status = _watch(program, control)
     status = _kill_tree(program, status)
     with contextlib.suppress(OSError):  # the environment process has ended
@@ -98,8 +98,8 @@ def _become(request: dict[str, Any], descriptors: list[int], is_forked: bool) ->
     try:
         os.setsid()  # signals of the program to its own group do not reach the guard
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        for number, one in enumerate(descriptors[1:]):
-            os.dup2(one, number)
+        for number, descriptor in enumerate(descriptors[1:]):
+            os.dup2(descriptor, number)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         if request["is_separate"]:
             _separate()
@@ -196,13 +196,13 @@ def _descendants(root: int) -> list[int]:
             except (OSError, IndexError):
                 continue  # ended meanwhile
             children.setdefault(parent, []).append(int(name))
-    found: list[int] = []
+    descendants: list[int] = []
     waiting = [root]
     while waiting:
         below = children.get(waiting.pop(), [])
-        found += below
+        descendants += below
         waiting += below
-    return found
+    return descendants
 
 
 def _code(status: int) -> int:

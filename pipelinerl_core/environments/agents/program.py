@@ -25,7 +25,7 @@ OUTPUT_BYTES = 64 << 10
 ERROR_LETTERS = 300
 """End of stderr in an error."""
 FEW_TASKS = 80
-"""Of fewer tasks, a fifth is held out; else a tenth."""
+"""Below this number of tasks, a fifth is held out; else a tenth."""
 END_SECONDS = 4.0
 """Time for the guard to kill the tree of a program whose episode was ended."""
 _LAUNCHER = str(Path(__file__).with_name("launcher.py"))
@@ -57,10 +57,10 @@ class Launcher:
         self._socket = own
         answer = json.loads(own.recv(1 << 16) or '{"failed": "the interpreter of the command ended"}')
         if "failed" in answer:
-            what = "" if variables else f"environment.preload={', '.join(preload)}: "
-            raise Invalid(f"{what}{answer['failed']}")
+            prefix = "" if variables else f"environment.preload={', '.join(preload)}: "
+            raise Invalid(f"{prefix}{answer['failed']}")
         self.facts = {key: value for facts in answer.get("facts", ()) for key, value in facts.items()}
-        """What preloaded modules have in PIPELINERL_FACTS."""
+        """The entries of PIPELINERL_FACTS of the preloaded modules."""
 
     @property
     def has_ended(self) -> bool:
@@ -279,7 +279,7 @@ def _filled(command: Sequence[str], task: Mapping[str, Any]) -> list[str]:
     if not task:
         return list(command)
     columns = re.compile("|".join(re.escape(f"{{{name}}}") for name in task))
-    return [columns.sub(lambda found: str(task[found[0][1:-1]]), argument) for argument in command]
+    return [columns.sub(lambda match: str(task[match[0][1:-1]]), argument) for argument in command]
 
 
 def _end(status: int) -> str:

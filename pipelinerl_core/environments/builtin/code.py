@@ -17,7 +17,7 @@ from pipelinerl_core.sandbox.user_code import finite_or_none
 MAX_PROGRAM = 100_000
 """Characters of a program; a longer one fails all tests."""
 SHOWN_CHARACTERS = 500
-"""Of an input, an output or an error in a message to the model."""
+"""Characters of an input, an output or an error in a message to the model."""
 WALL_FACTOR = 5
 """Wall time of an execution over its CPU time: the cores are shared with engine and trainer."""
 _EXIT_SANDBOX = 71
@@ -126,13 +126,15 @@ class Code:
         arguments = [call.arguments for call in calls]
         done = await self._sandbox.run(program, function=function, calls=arguments, waiting=ask.waiting)
         lines = done.output.split("\n")[:-1]
-        found = [_parsed(line) for line in lines[: len(calls)]]
-        passed = [index < len(found) and same_value(found[index], call.result) for index, call in enumerate(calls)]
+        results = [_parsed(line) for line in lines[: len(calls)]]
+        passed = [
+            index < len(results) and same_value(results[index], call.result) for index, call in enumerate(calls)
+        ]
         ran = done.exit_code == 0 and len(lines) == len(calls)
         if len(lines) > len(calls):  # the program wrote lines among the results
             passed = [False] * len(calls)
         first = passed.index(False) if False in passed else 0
-        shown = ", ".join(json.dumps(one) for one in calls[first].arguments)
+        shown = ", ".join(json.dumps(argument) for argument in calls[first].arguments)
         result = f"Result: {_short(lines[first])}" if first < len(lines) else "No result."
         return {
             "passed": passed,
@@ -149,7 +151,7 @@ def last_program(reply: str) -> str:
     >>> last_program("Draft:\\n```\\n1\\n```\\nBetter:\\n```python\\nprint(2)\\n```\\nDone.")
     'print(2)\\n'
     """
-    fences = [(found.start(), found.end()) for found in _FENCE.finditer(reply)]
+    fences = [(fence.start(), fence.end()) for fence in _FENCE.finditer(reply)]
     if not fences:
         return reply
     opening = (len(fences) - 1) // 2 * 2  # the last fence that opens a block
@@ -157,29 +159,29 @@ def last_program(reply: str) -> str:
     return reply[fences[opening][1] + 1 : end]
 
 
-def same_text(found: str, expected: str) -> bool:
+def same_text(actual: str, expected: str) -> bool:
     """Whether two outputs are equal, without spaces at the ends of lines and empty lines at the end."""
-    return _lines(found) == _lines(expected)
+    return _lines(actual) == _lines(expected)
 
 
-def same_value(found: Any, expected: Any) -> bool:
+def same_value(actual: Any, expected: Any) -> bool:
     """Whether two JSON values are equal. Numbers are equal within 1e-9 if one is a decimal; true is no number."""
-    if isinstance(expected, bool) or isinstance(found, bool):
-        return found is expected
-    if isinstance(expected, int | float) and isinstance(found, int | float):
-        if isinstance(found, int) and isinstance(expected, int):
-            return found == expected
-        near, exact = finite_or_none(found), finite_or_none(expected)
+    if isinstance(expected, bool) or isinstance(actual, bool):
+        return actual is expected
+    if isinstance(expected, int | float) and isinstance(actual, int | float):
+        if isinstance(actual, int) and isinstance(expected, int):
+            return actual == expected
+        near, exact = finite_or_none(actual), finite_or_none(expected)
         return near is not None and exact is not None and math.isclose(near, exact, rel_tol=1e-9, abs_tol=1e-9)
-    if isinstance(expected, list) and isinstance(found, list):
-        return len(found) == len(expected) and all(map(same_value, found, expected))
-    if isinstance(expected, dict) and isinstance(found, dict):
-        return found.keys() == expected.keys() and all(same_value(found[key], expected[key]) for key in expected)
-    return type(found) is type(expected) and bool(found == expected)
+    if isinstance(expected, list) and isinstance(actual, list):
+        return len(actual) == len(expected) and all(map(same_value, actual, expected))
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        return actual.keys() == expected.keys() and all(same_value(actual[key], expected[key]) for key in expected)
+    return type(actual) is type(expected) and bool(actual == expected)
 
 
 class _NoValue:
-    """A line that is not JSON; equals nothing."""
+    """A line that is not JSON; not equal to any value."""
 
 
 def _parsed(line: str) -> Any:

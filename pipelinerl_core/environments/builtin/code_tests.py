@@ -17,7 +17,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StdinTest:
-    """What a program reads, and what it must print."""
+    """The input of a program, and the output that is expected."""
 
     stdin: str
     stdout: str
@@ -107,7 +107,7 @@ def _of_assertion(text: str) -> tuple[str, Call]:
                 left=ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]), ops=[ast.Eq()],
                 comparators=[expected],
             ))]:  # fmt: skip
-                values = [ast.literal_eval(one) for one in (*arguments, expected)]
+                values = [ast.literal_eval(literal) for literal in (*arguments, expected)]
                 *given, result = json.loads(json.dumps(values, allow_nan=False))
                 return name, Call(given, result)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):

@@ -25,7 +25,7 @@ class Guess:
         return {"secret": random.Random(f"guess/{index}").randint(0, self._highest)}
 
     def held_out(self, count: int) -> list[dict[str, int]]:
-        """All numbers in turn. Training has the same numbers: what is learned is the strategy."""
+        """All numbers in turn. Training has the same numbers: the model learns a strategy, not the numbers."""
         return [{"secret": index % (self._highest + 1)} for index in range(count)]
 
     async def play(self, task: dict[str, int], ask: Any, seed: int) -> list[int]:
@@ -34,8 +34,8 @@ class Guess:
         messages = [{"role": "user", "content": self._question(low, high)}]
         for _ in range(self._turns):
             reply = await ask(messages)
-            found = _NUMBER.search(reply.content)
-            guesses.append(int(found.group()) if found and len(found.group()) < 10 else -1)
+            match = _NUMBER.search(reply.content)
+            guesses.append(int(match.group()) if match and len(match.group()) < 10 else -1)
             if guesses[-1] == task["secret"]:
                 break
             if low <= guesses[-1] < task["secret"]:

@@ -30,6 +30,6 @@ class Math:
         """correct: the reply is the answer; parsed: the reply has a mathematical expression."""
         # The library's own time limits use SIGALRM, which this process uses for environment.call_seconds.
         gold = self._library.parse(str(task["answer"]), parsing_timeout=None)
-        found = self._library.parse(transcript, parsing_timeout=None)
-        is_correct = bool(gold and found) and self._library.verify(gold, found, timeout_seconds=None)
-        return {"correct": float(is_correct), "parsed": float(bool(found))}
+        parsed = self._library.parse(transcript, parsing_timeout=None)
+        is_correct = bool(gold and parsed) and self._library.verify(gold, parsed, timeout_seconds=None)
+        return {"correct": float(is_correct), "parsed": float(bool(parsed))}

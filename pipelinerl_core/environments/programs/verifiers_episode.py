@@ -36,7 +36,7 @@ MODEL = "policy"
 NUM_INFINITE = 1000
 """Tasks of a taskset without an end; the first ones are used."""
 PIPELINERL_FACTS: dict[str, int] = {}
-"""What the launcher tells the environment process."""
+"""The values that the launcher sends to the environment process."""
 LOADED: list[Any] = []
 """The environment and the list of its tasks."""
 

@@ -75,7 +75,7 @@ _SWAP_ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorParts:
-    """What an actor is built from."""
+    """The objects that an actor is built from."""
 
     engine: Engine
     players: Mapping[str, Player]

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # Sequences decoded at once: an evaluation needs throughput, not low latency.
 _CONCURRENCY = 256
 NICENESS = 10
-"""Of an evaluator beside training: on busy cores about a tenth of the CPU time of a role (Linux)."""
+"""Niceness of an evaluator beside training: on busy cores about a tenth of the CPU time of a role (Linux)."""
 _POLL_SECONDS = 1.0
 
 
@@ -48,7 +48,7 @@ async def run(context: RunContext, version: str, enough: float | None, monitor: 
         if version == SCHEDULED:
             return await evaluator.follow()
         follower.refresh()
-        known = {step: one.accuracy for step, one in follower.evals.items()} if names_several(version) else {}
+        known = {step: record.accuracy for step, record in follower.evals.items()} if names_several(version) else {}
         records: list[EvalRecord] = []
         while (step := next_to_evaluate(commits, known, enough)) is not None:
             is_subset = version == DUE and step < max(commits) and context.config.evaluates(step)

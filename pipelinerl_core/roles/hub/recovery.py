@@ -47,7 +47,7 @@ def read_stored_state(store: ObjectStore, max_row_bytes: float = math.inf) -> St
     commits = read_all_commits(store)
     commit = next(iter(commits.newest(1)), None)
     manifests = (commits[step].manifest for step in reversed(commits))
-    manifest = next((one for one in manifests if one is not None), None)
+    manifest = next((candidate for candidate in manifests if candidate is not None), None)
     retired = frozenset(ActorKey(*parse_retired_key(key)) for key in list_keys(store, RETIRED_PREFIX))
     past = StoredState(commit=commit, manifest=manifest, retired=retired, holders=PartialReader(store).holders())
     segments, num_bytes = SegmentReader(store), 0

@@ -68,8 +68,8 @@ class RowMemory:
 
     def get(self, key: GroupKey) -> pa.RecordBatch | None:
         """The rows of a group; None if they are not in memory."""
-        found = self.find(key)
-        return None if found is None else found.rows()
+        stored = self.find(key)
+        return None if stored is None else stored.rows()
 
     def find(self, key: GroupKey) -> RowSlice | None:
         """The position of a group's rows; None if they are not in memory."""

@@ -238,7 +238,7 @@ class Hub:
             state = "drain" if is_final else "pause" if self._ledger.must_pause(request.engine_version) else "run"
             credit = self._credit(peer, actor)
             ready_groups = self._ledger.num_ready
-            first = min(one.actor for one in self._state.peers.values() if one.actor is not None)
+            first = min(registered.actor for registered in self._state.peers.values() if registered.actor is not None)
             self.swap_pauses.extend(swap.pause_seconds for swap in result.swaps)
             self.num_swaps += len(result.swaps)
         if result.stop_leases:

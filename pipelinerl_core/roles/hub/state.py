@@ -66,8 +66,8 @@ class HubState:
         limit = max(self._first_unlikely, self.ledger.next_group_id)
         for group_id in group_ids:
             if group_id >= limit:
-                found = self.ledger.next_group_id
-                raise SchemaMismatch(f"group {group_id} was never leased, the next one is {found}")
+                next_id = self.ledger.next_group_id
+                raise SchemaMismatch(f"group {group_id} was never leased, the next one is {next_id}")
 
     def check_tokens(self, actor: ActorKey, tokens: Mapping[str, str]) -> None:
         """Raises ConfigError if an actor makes other tokens of a text than the trainer. The caller holds the lock.
@@ -143,5 +143,5 @@ class HubState:
 
     def _live_actors(self) -> list[tuple[PeerState, ActorKey]]:
         """Registered actors whose epoch has not left or expired. The caller holds the lock."""
-        found = ((peer, peer.actor) for peer in self.peers.values())
-        return [(peer, actor) for peer, actor in found if actor is not None and not self.ledger.is_gone(actor)]
+        registered = ((peer, peer.actor) for peer in self.peers.values())
+        return [(peer, actor) for peer, actor in registered if actor is not None and not self.ledger.is_gone(actor)]

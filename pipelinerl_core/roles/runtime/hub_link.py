@@ -153,13 +153,13 @@ class HubLink:
         with self._lock:
             if self._closed:  # a thread waited for a hub while the role closed the link
                 raise HubUnavailable("the link is closed")
-            found = self._find()
+            record = self._find()
             if self._client is not failed:  # another thread has reconnected
                 return self.register_again()
             if failed is not None:
                 failed.close(bye=False)
             self._client = None
-            client = self._open(found)
+            client = self._open(record)
             try:
                 answer = self._register(client)
             except BaseException:
@@ -168,11 +168,11 @@ class HubLink:
             self._client = client  # only now: the hub refuses requests before the registration
             return answer
 
-    def _open(self, found: HubRecord) -> HubClient:
+    def _open(self, record: HubRecord) -> HubClient:
         return HubClient(
-            found.url,
+            record.url,
             deadline_seconds=_ANSWER_SECONDS,
-            certificate=found.certificate,
+            certificate=record.certificate,
             token=self._token,
             role=self._role,
             name=self._name,
@@ -191,17 +191,17 @@ class HubLink:
         return answer
 
     def _find(self) -> HubRecord:
-        found = read_hub(self._store)
-        if found is None:
+        record = read_hub(self._store)
+        if record is None:
             raise HubUnavailable(f"{HUB_KEY} does not exist: the hub has not started")
-        if found.live.get("state") == "done" and (found.boot_id == self.boot_id or self._is_over()):
+        if record.live.get("state") == "done" and (record.boot_id == self.boot_id or self._is_over()):
             raise RunOver("the run is over, its hub has ended after the last step")
-        if found.host != socket.gethostname() and _is_loopback(found.url):
+        if record.host != socket.gethostname() and _is_loopback(record.url):
             raise ConfigError(
-                f"the hub listens at {found.url} of host {found.host}, which other hosts cannot reach. Set "
+                f"the hub listens at {record.url} of host {record.host}, which other hosts cannot reach. Set "
                 "placement.hub_host to an address of the host that runs the train flow"
             )
-        return found
+        return record
 
     def _wait_or_raise(self, deadline: float, error: HubUnavailable, seconds: float) -> None:
         if self._closed or self.is_cancelled():

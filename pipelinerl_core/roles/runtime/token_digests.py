@@ -27,13 +27,13 @@ def token_digests(config: RunConfig) -> dict[str, str]:
     """
     directory = require_model(config.model.path)
     tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-    found = {
+    values = {
         "vocabulary": sorted(tokenizer.get_vocab().items()),
         "chat template": tokenizer.chat_template,
         "end tokens": _end_tokens(directory),
         "encoded texts": [_encoded(text, tokenizer, part) for part in config.parts.values() for text in _TEXTS],
     }
-    return {name: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16] for name, value in found.items()}
+    return {name: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16] for name, value in values.items()}
 
 
 def _encoded(text: str, tokenizer: Any, part: RunConfig) -> list[int]:
@@ -50,7 +50,7 @@ def _end_tokens(directory: Path) -> Any:
     """eos_token_id, from the file that engines prefer."""
     for name in ("generation_config.json", "config.json"):
         path = directory / name
-        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            return found
+        end_tokens = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        if end_tokens is not None:
+            return end_tokens
     return None

@@ -89,10 +89,10 @@ def _with_committed(
     tensors: Mapping[str, torch.Tensor], committed: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The state with the committed weights; a float32 master that rounds to its committed weight is kept."""
-    found = dict(tensors)
+    state = dict(tensors)
     for name, weight in committed.items():
-        master = found.get(f"weights.{name}")
+        master = state.get(f"weights.{name}")
         if master is None:
             raise MissingObject(f"weights.{name} is not in the learner's state")
-        found[f"weights.{name}"] = torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype))
-    return found
+        state[f"weights.{name}"] = torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype))
+    return state

@@ -41,12 +41,12 @@ def joined_groups(actors: Mapping[str, ActorSample], *, silent_seconds: float) -
     silent_seconds older than the newest sample; of several epochs the newest counts.
     """
     newest = max((sample.at for sample in actors.values()), default=0.0)
-    found: dict[str, tuple[int, int]] = {}
+    newest_groups: dict[str, tuple[int, int]] = {}
     for key, sample in actors.items():
         actor = ActorKey.parse(key)
-        if sample.at >= newest - silent_seconds and actor.epoch >= found.get(actor.name, (-1, 0))[0]:
-            found[actor.name] = (actor.epoch, sample.counters.broadcast_group)
-    return {name: group for name, (_, group) in found.items()}
+        if sample.at >= newest - silent_seconds and actor.epoch >= newest_groups.get(actor.name, (-1, 0))[0]:
+            newest_groups[actor.name] = (actor.epoch, sample.counters.broadcast_group)
+    return {name: group for name, (_, group) in newest_groups.items()}
 
 
 def _own_address(config: RunConfig) -> str:

@@ -121,7 +121,7 @@ class Committer:
     @property
     def is_behind(self) -> bool:
         """Whether a submitted step is not announced yet."""
-        return any(not one.done() for one in self._pending)
+        return any(not future.done() for future in self._pending)
 
     def flush(self) -> None:
         """Wait until every submitted step is committed."""
@@ -256,7 +256,7 @@ class Committer:
                            error, exc_info=not is_known)  # fmt: skip
 
     def _remove_old(self, commit: Commit, *, has_checkpoint: bool) -> None:
-        """Remove checkpoints and weights that the run does not keep. `gc` removes what a failed request leaves."""
+        """Remove checkpoints and weights that the run does not keep. `gc` removes leftovers of a failed request."""
         try:
             if has_checkpoint:
                 prune_checkpoints(self._store, keep=_KEPT_CHECKPOINTS)

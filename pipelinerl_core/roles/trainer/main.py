@@ -232,10 +232,10 @@ class Trainer:
     def _try_step(self, step: int, stop: threading.Event) -> bool:
         """Train and submit a step; False if its loss or gradient is not finite. Its groups are quarantined then."""
         waited_from = time.time()
-        found = self._reserve_rows(step, stop)
-        if found is None:
+        reserved_rows = self._reserve_rows(step, stop)
+        if reserved_rows is None:
             return True
-        reserved, groups = found
+        reserved, groups = reserved_rows
         reserved_at, began = time.time(), time.perf_counter()
         self._watch.computing(step)
         assembled = assemble_rows(step, groups, self._config)
@@ -311,9 +311,9 @@ class Trainer:
                      error, len(reserved.groups), key)  # fmt: skip
 
     def _held(self, step: int) -> _Reservation:
-        """The newest reservation of a step, with what was quarantined at this step; empty before the first."""
-        found = self._reserved
-        return found if found is not None and found.step == step else _Reservation(step, None)
+        """The newest reservation of a step, with the groups quarantined at this step; empty before the first."""
+        reservation = self._reserved
+        return reservation if reservation is not None and reservation.step == step else _Reservation(step, None)
 
     def _reserve_rows(self, step: int, stop: threading.Event) -> tuple[Reserved, list[list[Rollout]]] | None:
         """The groups of a step with their rollouts; None if `stop` is set while waiting.
@@ -322,10 +322,10 @@ class Trainer:
         """
         lost: tuple[GroupKey, ...] = ()
         for _ in range(_RESERVATIONS):
-            found = self._reserve(step, stop, lost)
-            if found is None:
+            answer = self._reserve(step, stop, lost)
+            if answer is None:
                 return None
-            reserved, at_hand = found
+            reserved, at_hand = answer
             keys = tuple((ref.group_id, ref.attempt) for ref in reserved.groups)
             try:
                 return reserved, self._rows(step, keys, at_hand)

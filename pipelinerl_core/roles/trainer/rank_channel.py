@@ -63,12 +63,12 @@ class RankChannel:
             threading.Thread(target=self._send_heartbeats, name="rank-beat", daemon=True).start()
 
     @contextmanager
-    def command(self, what: str) -> Iterator[None]:
+    def command(self, name: str) -> Iterator[None]:
         """Keep heartbeats off the channel while rank 0 sends a command and takes part in its execution.
 
-        Raises RankLost, in which `what` names the command, if a rank is gone.
+        Raises RankLost, in which `name` is the name of the command, if a rank is gone.
         """
-        with translate_rank_errors(what), self._lock:
+        with translate_rank_errors(name), self._lock:
             yield
             self._sent_at = time.monotonic()
 
@@ -124,8 +124,9 @@ class RankChannel:
 
 
 @contextmanager
-def translate_rank_errors(what: str) -> Iterator[None]:
-    """Raise errors of torch's process groups as RankLost; `what` names the operation. Other errors pass unchanged."""
+def translate_rank_errors(operation: str) -> Iterator[None]:
+    """Raise errors of torch's process groups as RankLost; the message starts with `operation`. Other errors pass
+    unchanged."""
     try:
         yield
     except RuntimeError as error:
@@ -133,5 +134,5 @@ def translate_rank_errors(what: str) -> Iterator[None]:
         if not isinstance(error, dist.DistError) and "gloo" not in text.lower() and "nccl" not in text.lower():
             raise
         raise RankLost(
-            f"{what}: a rank of the trainer is gone or silent ({text.splitlines()[0].split('. ')[0]})"
+            f"{operation}: a rank of the trainer is gone or silent ({text.splitlines()[0].split('. ')[0]})"
         ) from error

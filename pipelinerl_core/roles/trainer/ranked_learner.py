@@ -87,13 +87,13 @@ class RankedLearner:
         return self._gathered("state", self._local.state)
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        found = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in found.items()}
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in contiguous.items()}
         with self._channel.command("sending of a checkpoint"):
             self._channel.send("load", tensors=shapes, values=dict(values))
-            for tensor in found.values():
+            for tensor in contiguous.values():
                 self._channel.broadcast(tensor)
-            self._local.load_state(found, values)
+            self._local.load_state(contiguous, values)
 
     def _gathered(self, command: str, gather: Callable[[], _T]) -> _T:
         with self._channel.command(f"gathering of {command}"):

@@ -95,7 +95,7 @@ class _Differences:
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    """What is known of one actor epoch."""
+    """The evidence about one actor epoch."""
 
     scored_at: int = 0
     evidence: Evidence = field(default_factory=Evidence)
@@ -126,8 +126,8 @@ class Rescored:
 
     @property
     def alarms(self) -> dict[str, str]:
-        """Actor -> what is wrong with it."""
-        return {actor: found.alarm for actor, found in self.actors.items() if found.alarm}
+        """Actor -> text of its alarm."""
+        return {actor: figures.alarm for actor, figures in self.actors.items() if figures.alarm}
 
 
 class Rescoring:
@@ -159,11 +159,11 @@ class Rescoring:
 
     def measure(self, rollouts: Sequence[Rollout], scores: Sequence[Float32Array]) -> None:
         """Take the rollouts of the parity gate, and the trainer's log-probabilities, as those of healthy engines."""
-        found: dict[str, list[Float64Array]] = {}
+        differences: dict[str, list[Float64Array]] = {}
         for rollout, score in zip(rollouts, scores, strict=True):
             mask = rollout.loss_mask
-            found.setdefault(rollout.actor, []).append(_difference(rollout.rollout_logprobs[mask], score[mask]))
-        self._measure({actor: _joined(parts) for actor, parts in found.items()})
+            differences.setdefault(rollout.actor, []).append(_difference(rollout.rollout_logprobs[mask], score[mask]))
+        self._measure({actor: _joined(parts) for actor, parts in differences.items()})
 
     def _measure(self, differences: Mapping[str, Float64Array]) -> None:
         if self._healthy.mean is not None:
@@ -207,14 +207,14 @@ class Rescoring:
         firsts = sorted(rollout.min_version for rollout in rollouts)
         self._kept.keep(firsts[int(_LATE_SHARE * len(firsts))])
         chosen = self._choose(version, rollouts)
-        found: dict[str, _Differences] = {}
+        by_actor: dict[str, _Differences] = {}
         if chosen:
             for rollout, scores in zip(chosen, self._score(version, chosen), strict=True):
-                self._compare(rollout, version, scores, epochs.get((rollout.group_id, rollout.attempt), 0), found)
-        judged = self._judge(version, found)
+                self._compare(rollout, version, scores, epochs.get((rollout.group_id, rollout.attempt), 0), by_actor)
+        judged = self._judge(version, by_actor)
         if self._config.trainer.rescore_alarm == "expel":
             self._expel(actors)
-        metrics = self._metrics(version, rollouts, found)
+        metrics = self._metrics(version, rollouts, by_actor)
         return Rescored(judged, metrics | {"time/rescore_cpu_seconds": time.thread_time() - began})
 
     def divergence(
@@ -239,7 +239,7 @@ class Rescoring:
             then = self._rescorer.logprobs_of(rollouts)
         finally:
             self._rescorer.set_trained_weights(self._current)
-        gaps = [_difference(*both)[one.loss_mask] for *both, one in zip(then, now, rollouts, strict=True)]
+        gaps = [_difference(*both)[rollout.loss_mask] for *both, rollout in zip(then, now, rollouts, strict=True)]
         gaps_N = np.concatenate(gaps)
         return {"policy/kl_start": float((np.exp(gaps_N) - gaps_N - 1).mean())}
 
@@ -277,20 +277,20 @@ class Rescoring:
         The current version scores whole rollouts. Versions that are not available have no scores.
         """
         assert self._rescorer is not None
-        found: list[dict[int, Float32Array]] = [{} for _ in rollouts]
-        _add(found, version, range(len(rollouts)), self._rescorer.logprobs_of(rollouts))
+        scores: list[dict[int, Float32Array]] = [{} for _ in rollouts]
+        _add(scores, version, range(len(rollouts)), self._rescorer.logprobs_of(rollouts))
         wanted = {span.version for rollout in rollouts for span in rollout.weight_spans} - {version}
-        others = sorted(one for one in wanted if one in self._kept)
+        others = sorted(wanted_version for wanted_version in wanted if wanted_version in self._kept)
         try:
             for other in others:
-                users = [index for index, one in enumerate(rollouts) if _end_of(one, other)]
+                users = [index for index, rollout in enumerate(rollouts) if _end_of(rollout, other)]
                 self._rescorer.set_trained_weights(self._kept[other])
                 parts = [prefix(rollouts[index], _end_of(rollouts[index], other)) for index in users]
-                _add(found, other, users, self._rescorer.logprobs_of(parts))
+                _add(scores, other, users, self._rescorer.logprobs_of(parts))
         finally:
             if others:
                 self._rescorer.set_trained_weights(self._current)
-        return found
+        return scores
 
     def _compare(
         self,
@@ -298,11 +298,11 @@ class Rescoring:
         version: int,
         scores: Mapping[int, Float32Array],
         epoch: int,
-        found: dict[str, _Differences],
+        by_actor: dict[str, _Differences],
     ) -> None:
         num_fresh = num_fresh_tokens(rollout)
         for owned in owners(rollout, epoch):
-            differences = found.setdefault(owned.actor, _Differences())
+            differences = by_actor.setdefault(owned.actor, _Differences())
             for span in rollout.weight_spans:
                 start, end = max(span.start, owned.start), min(span.end, owned.end)
                 if span.version not in scores or start >= end:
@@ -317,16 +317,16 @@ class Rescoring:
 
     # ---- results ---------------------------------------------------------------------------------------------
 
-    def _judge(self, version: int, found: Mapping[str, _Differences]) -> dict[str, RescoredActor]:
-        self._measure({actor: _joined_versions(one.mismatch) for actor, one in found.items()})
+    def _judge(self, version: int, by_actor: Mapping[str, _Differences]) -> dict[str, RescoredActor]:
+        self._measure({actor: _joined_versions(differences.mismatch) for actor, differences in by_actor.items()})
         norm = self._healthy.norm
-        for actor, differences in found.items():
+        for actor, differences in by_actor.items():
             watched = self._watched.setdefault(actor, _Watched())
             watched.add(version, differences.mismatch, norm)
             if not watched.evidence.is_alarm:
                 self._healthy.follow(_joined_versions(differences.mismatch))
-        newest = {name: max(int(one.rpartition("/")[2]) for one in self._watched if one.startswith(f"{name}/"))
-                  for name in {one.rpartition("/")[0] for one in self._watched}}  # fmt: skip
+        newest = {name: max(int(key.rpartition("/")[2]) for key in self._watched if key.startswith(f"{name}/"))
+                  for name in {key.rpartition("/")[0] for key in self._watched}}  # fmt: skip
         for actor, watched in list(self._watched.items()):
             name, _, epoch = actor.rpartition("/")
             if int(epoch) < newest[name] or watched.scored_at < version - _SILENT_STEPS:
@@ -335,8 +335,8 @@ class Rescoring:
         alarms = {actor: text for actor, text in texts.items() if text}
         self._log(alarms)
         return {
-            actor: _record(found.get(actor, _Differences()), alarms.get(actor, ""))
-            for actor in sorted({*found, *alarms})
+            actor: _record(by_actor.get(actor, _Differences()), alarms.get(actor, ""))
+            for actor in sorted({*by_actor, *alarms})
         }
 
     def _expel(self, actors: Mapping[str, ActorSample]) -> None:
@@ -365,7 +365,7 @@ class Rescoring:
         self._alarmed = dict(alarms)
 
     def _metrics(
-        self, version: int, rollouts: Sequence[Rollout], found: Mapping[str, _Differences]
+        self, version: int, rollouts: Sequence[Rollout], by_actor: Mapping[str, _Differences]
     ) -> dict[str, float]:
         spans = [(span, rollout) for rollout in rollouts for span in rollout.weight_spans]
         gone = sum(
@@ -374,9 +374,9 @@ class Rescoring:
             if not self._is_available(span.version, version)
         )
         kinds = {
-            "mismatch": _joined([_joined_versions(one.mismatch) for one in found.values()]),
-            "stale_kv": _joined([part for one in found.values() for part in one.stale_kv]),
-            "staleness": _joined([part for one in found.values() for part in one.staleness]),
+            "mismatch": _joined([_joined_versions(differences.mismatch) for differences in by_actor.values()]),
+            "stale_kv": _joined([part for differences in by_actor.values() for part in differences.stale_kv]),
+            "staleness": _joined([part for differences in by_actor.values() for part in differences.staleness]),
         }
         means = {f"rescored/{name}": _mean_abs(values) for name, values in kinds.items()}
         means["rescored/healthy"] = self._healthy.mean
@@ -411,10 +411,10 @@ def _end_of(rollout: Rollout, version: int) -> int:
 
 
 def _add(
-    found: list[dict[int, Float32Array]], version: int, places: Iterable[int], scores: Sequence[Float32Array]
+    scores_of: list[dict[int, Float32Array]], version: int, places: Iterable[int], scores: Sequence[Float32Array]
 ) -> None:
     for place, score in zip(places, scores, strict=True):
-        found[place][version] = score
+        scores_of[place][version] = score
 
 
 def _joined(parts: Sequence[Float64Array]) -> Float64Array:
@@ -422,12 +422,12 @@ def _joined(parts: Sequence[Float64Array]) -> Float64Array:
 
 
 def _joined_versions(mismatch: Mapping[int, Sequence[Float64Array]], *, after: int = -1) -> Float64Array:
-    """Of all versions above `after`."""
+    """The differences of all versions above `after`, joined."""
     return _joined([part for version, parts in mismatch.items() if version > after for part in parts])
 
 
-def _difference(one: Float32Array, other: Float32Array) -> Float64Array:
-    return one.astype(np.float64) - other.astype(np.float64)
+def _difference(logprobs: Float32Array, other: Float32Array) -> Float64Array:
+    return logprobs.astype(np.float64) - other.astype(np.float64)
 
 
 def _record(differences: _Differences, alarm: str) -> RescoredActor:

@@ -45,10 +45,10 @@ class ReplayedStep:
     @property
     def verdict(self) -> str:
         """equal: to the last bit; close: the step is not exact and the loss agrees to three digits; else DIFFERS."""
-        found, recorded = self.metrics["train/loss"], self.recorded_loss
-        if self.weights_match and found == recorded:
+        loss, recorded = self.metrics["train/loss"], self.recorded_loss
+        if self.weights_match and loss == recorded:
             return "equal"
-        is_close = abs(found - recorded) <= _CLOSE * max(abs(recorded), _CLOSE)
+        is_close = abs(loss - recorded) <= _CLOSE * max(abs(recorded), _CLOSE)
         return "close" if is_close and not self.is_exact else "DIFFERS"
 
 
@@ -64,16 +64,18 @@ def read_rows(store: ObjectStore, commit: Commit) -> list[TrainingRow]:
 
 def _read_batch(store: ObjectStore, entry: FileEntry) -> list[TrainingRow]:
     data = store.get(entry.name)
-    found = hashlib.sha256(data).hexdigest()
-    if found != entry.sha256:
-        raise ChecksumMismatch(f"{entry.name}: sha256 {found[:12]}, its commit says {entry.sha256[:12]}")
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != entry.sha256:
+        raise ChecksumMismatch(f"{entry.name}: sha256 {digest[:12]}, its commit says {entry.sha256[:12]}")
     return [row for batch in from_segment(data) for row in decode_batch(batch)]
 
 
 def _checkpoints(store: ObjectStore, commits: Mapping[int, str], step: int) -> Iterator[CheckpointRef]:
     """The checkpoints that commits up to `step` wrote, newest first; reads at most two commits for each."""
     candidate = step
-    while (committed := max((one for one in commits if one <= candidate), default=None)) is not None:
+    while (
+        committed := max((committed_step for committed_step in commits if committed_step <= candidate), default=None)
+    ) is not None:
         reference = read_commit(store, commits[committed]).checkpoint
         if reference is not None and reference.step == committed:
             yield reference
