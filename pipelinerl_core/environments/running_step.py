@@ -18,16 +18,19 @@ class RunningStep:
 
     def __init__(self, descriptor: int) -> None:
         """Map the file of a descriptor, which may be closed afterwards."""
-        self._memory = mmap.mmap(descriptor, _LAYOUT.size)
+        memory = memoryview(mmap.mmap(descriptor, _LAYOUT.size))
+        # Each assignment is one store of eight aligned bytes. `struct.pack_into` would clear the memory first: the
+        # parent would read the time 0, and kill a process that works.
+        self._episode, self._since = memory[:8].cast("q"), memory[8:].cast("d")
 
     def set(self, episode: int, since: float) -> None:
         """Store that the code of an episode runs since now; NO_EPISODE: the event loop."""
-        _LAYOUT.pack_into(self._memory, 0, episode, since)
+        self._since[0] = since
+        self._episode[0] = episode
 
     def get(self) -> tuple[int, float]:
         """Episode and start time as stored by the process; not trusted."""
-        episode, since = _LAYOUT.unpack_from(self._memory)
-        return episode, since
+        return self._episode[0], self._since[0]
 
 
 def new_descriptor() -> int:
