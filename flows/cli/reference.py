@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ def configuration_page() -> str:
             lines += ["", f"## {name}", ""]
         if entry["kinds"] != (kinds or []):
             kinds = entry["kinds"]
-            only = " or ".join(f"`{name}.kind={kind}`" for kind in kinds)
-            lines += ["", f"**Only with {only}**" if kinds else "**With every kind**", ""]
+            only = ", ".join(f"`{kind}`" for kind in kinds)
+            lines += ["", f"**Only with `{name}.kind`** {only}" if kinds else "**With every kind**", ""]
         values = f" One of {', '.join(f'`{_toml(value)}`' for value in entry['values'])}." if entry["values"] else ""
         bounds = f" {entry['bounds'].capitalize()}." if entry["bounds"] else ""
         lines.append(f"* `{entry['key']}` = `{entry['default']}`.{values}{bounds} {_plain(entry['meaning'])}")
@@ -46,17 +47,40 @@ def cli_page() -> str:
     from pipelinerl.flows.cli import app
 
     group = get_command(app)
-    lines = ["# Commands", "", _WRITTEN, "", inspect.cleandoc(group.help or "")]
-    for name, command in group.commands.items():  # type: ignore[attr-defined]
+    commands: dict[str, Any] = group.commands  # type: ignore[attr-defined]
+    uses = Counter(line for command in commands.values() for _, line in _parameters(command.params))
+    common = {line: name for command in commands.values() for name, line in _parameters(command.params)
+              if uses[line] >= _COMMON}  # fmt: skip
+    lines = [
+        "# Commands",
+        "",
+        _WRITTEN,
+        "",
+        inspect.cleandoc(group.help or ""),
+        "",
+        "## Common arguments",
+        "",
+        *common,
+    ]
+    for name, command in commands.items():
         lines += ["", f"## pipelinerl {name}", "", inspect.cleandoc(command.help or ""), ""]
-        lines += list(_parameters(command.params))
+        own = [line for _, line in _parameters(command.params)]
+        lines += [line for line in own if line not in common]
+        if shared := [common[line] for line in own if line in common]:
+            lines.append(f"* common: {', '.join(shared)}")
     return "\n".join(lines) + "\n"
 
 
-def _parameters(parameters: Iterable[Any]) -> Iterable[str]:
+_COMMON = 5
+"""Commands with the same argument or option, from which on the page describes it once."""
+
+
+def _parameters(parameters: Iterable[Any]) -> Iterable[tuple[str, str]]:
+    """(name, line of the page) of each argument and option."""
     for parameter in parameters:
         if parameter.param_type_name == "argument":
-            yield f"* `{parameter.metavar or parameter.name.upper()}`: {_plain(parameter.help or '')}"
+            name = f"`{parameter.metavar or parameter.name.upper()}`"
+            yield name, f"* {name}: {_plain(parameter.help or '')}"
         elif parameter.name != "help":
             default = (
                 parameter.default
@@ -64,7 +88,8 @@ def _parameters(parameters: Iterable[Any]) -> Iterable[str]:
                 else ""
             )
             note = f" Default: `{default}`." if default != "" else ""
-            yield f"* `{', '.join(parameter.opts)}`: {_plain(parameter.help or '')}{note}"
+            name = f"`{', '.join(parameter.opts)}`"
+            yield name, f"* {name}: {_plain(parameter.help or '')}{note}"
 
 
 def schemas_page() -> str:

@@ -5,6 +5,7 @@ The page is computed: every combination is built as a configuration, and a refus
 `pipelinerl train` prints.
 """
 
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -111,9 +112,10 @@ def as_markdown() -> str:
         else:
             cell.append(tuple(others))
     advantages = AXES["loss.advantage"]
-    rows = [
-        [f"`{kind}`", *(_cell(accepted[kind, advantage]) for advantage in advantages)] for kind in AXES["loss.kind"]
-    ]
+    losses: dict[tuple[str, ...], list[str]] = {}
+    for kind in AXES["loss.kind"]:
+        losses.setdefault(tuple(_cell(accepted[kind, advantage]) for advantage in advantages), []).append(f"`{kind}`")
+    rows = [[", ".join(kinds), *cells] for cells, kinds in losses.items()]
     return "\n".join(
         [
             "# Which settings of the objective go together",
@@ -121,9 +123,8 @@ def as_markdown() -> str:
             "`python -m pipelinerl_core.algo.combinations > docs/combinations.md` writes this page.",
             "",
             f"Of {num_all} combinations of {_listed(AXES)}, {num_refused} are refused.",
-            "Every accepted combination has the gradient of the formulas in [algorithms](algorithms.md), also with",
-            "the options below: `tests/unit/algo/test_combinations.py` compares each three times, with random",
-            "options on random steps, with an independent computation in float64, to 5e-6 of the gradient's norm.",
+            "`tests/unit/algo/test_combinations.py` compares the gradient of every accepted combination, also with",
+            "the options below, with the formulas in [algorithms](algorithms.md), to 5e-6 of the gradient's norm.",
             "",
             "## Loss and advantage",
             "",
@@ -131,37 +132,46 @@ def as_markdown() -> str:
             "",
             *_table(["loss.kind", *(f"`{advantage}`" for advantage in advantages)], rows),
             "",
-            "| combinations | refused with |",
-            "|---|---|",
-            *(f"| {num} | {message} |" for message, num in reasons.items()),
+            *(f"{num} combinations are refused with: {message}." for message, num in reasons.items()),
             "",
             "## Options",
             "",
             "What is refused of each option with one value of the settings above, and of two options; all other",
-            "settings have their defaults. A key that a loss does not have is refused too",
-            "([algorithms](algorithms.md#loss-algolosses-one-file-per-function)).",
+            "settings have their defaults. The message is that of the first option and the first value. A key that a",
+            "loss does not read is refused, too ([algorithms](algorithms.md#loss-algolosses-one-file-per-function)).",
             "",
-            "| option | with | refused with |",
-            "|---|---|---|",
-            *_option_rows(),
+            *_table(["option", "with", "refused with"], _grouped(_option_rows())),
             "",
         ]
     )
 
 
-def _option_rows() -> Iterator[str]:
+def _grouped(refusals: Iterable[tuple[str, str, str]]) -> Iterator[list[str]]:
+    """Rows of (option, setting, message): messages that differ in these two alone share a row."""
+    rows: dict[str, tuple[dict[str, None], dict[str, None], str]] = {}
+    for option, setting, message in refusals:
+        pattern = re.sub(r"loss\.\w+=\S+", "...", message)
+        options, settings, _ = rows.setdefault(pattern, ({}, {}, message))
+        options[f"`{option}`"] = settings[f"`{setting}`"] = None
+    for options, settings, message in rows.values():
+        assert 1 in (len(options), len(settings)), "a row must not name pairs that are accepted"
+        yield [", ".join(options), ", ".join(settings), message]
+
+
+def _option_rows() -> Iterator[tuple[str, str, str]]:
+    """(option, the setting or the other option, message) of each refused pair."""
     for key, value in OPTIONS.items():
         base = base_of(key)
         for axis, axis_values in AXES.items():
             for other in axis_values:
                 settings = {**base, key: value, axis: other}
                 if accepts_key(settings, key) and (message := refusal(settings)):
-                    yield f"| `{_text(key, value)}` | `{_text(axis, other)}` | {message} |"
+                    yield _text(key, value), _text(axis, other), message
     for (key, value), (other_key, other) in combinations(OPTIONS.items(), 2):
         base = {**base_of(key), **base_of(other_key)}
         is_alone = any(refusal({**base, option: OPTIONS[option]}) for option in (key, other_key))
         if not is_alone and (message := refusal({**base, key: value, other_key: other})):
-            yield f"| `{_text(key, value)}` | `{_text(other_key, other)}` | {message} |"
+            yield _text(key, value), _text(other_key, other), message
 
 
 @cache

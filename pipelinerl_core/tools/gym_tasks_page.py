@@ -1,6 +1,7 @@
 """Prints docs/gym_tasks.md: `python -m pipelinerl_core.tools.gym_tasks_page > docs/gym_tasks.md`."""
 
 import sys
+from typing import Any
 
 from pipelinerl_core.gym.options import known_options, max_level, shown, type_name
 from pipelinerl_core.gym.tasks import COMPOSITE, EVALUATING, GATES
@@ -14,19 +15,15 @@ pipelinerl train my.toml prompts.kind=reasoning_gym 'prompts.tasks=["chain_sum",
     prompts.levels.chain_sum=3 prompts.options.gcd.max_numbers=3
 ```
 
-`prompts.options.<task>` sets options of a task, `prompts.levels.<task>` a level of difficulty of the library's
-curriculum, which sets several options at once; single options replace values of the level. An unknown option, or a
-value of another type, ends the command with one line that lists the options, and exit code 2.
+* Level: difficulty in the library's curriculum, which sets several options. Options replace values of the level.
+* Option: with its default; the type is named where the default does not show it. Another option or type is refused.
+* Gate: what an answer must look like before the library's scorer gets the answer ([security](security.md)). No gate:
+  the scorer compares texts. **evaluates**: the scorer evaluates the answer, which needs `reward.isolation=auto`.
 
-Gate: what an answer must look like before the library's scorer gets the answer ([security](security.md)). `none`: the
-scorer compares texts. Tasks with **evaluates** have scorers that evaluate the answer; these answers pass the gate
-first, are evaluated in a fork of the sealed scoring process, and need `reward.isolation=auto`.
+The library cannot make entries at some levels (caesar_cipher 3, knight_swap, rubiks_cube 4, survo 3), and needs many
+seconds at others (jugs 3, n_queens 4, zebra_puzzles 5): the start is refused.
 
-The library itself cannot make entries at some of its levels (caesar_cipher 3, knight_swap, rubiks_cube 4, survo 3),
-and needs many seconds at others (jugs 3, n_queens 4, zebra_puzzles 5). Such a level is refused before the start,
-or the check of the prompts exceeds its time.
-
-| task | gate | levels | options (type, default) |
+| task | gate | levels | options |
 |---|---|---|---|
 """
 
@@ -37,15 +34,24 @@ def page() -> str:
 
 
 def _row(task: str) -> str:
-    gate = f"{GATES[task]}" if task in GATES else "that of each entry's task"
+    gate = GATES.get(task, "that of each entry's task").replace("none", "")
     if task == COMPOSITE or GATES[task] in EVALUATING:
         gate += ", **evaluates**"
     highest = max_level(task)
-    options = [
-        f"`{name}` ({type_name(kind)}, {shown(default)})" for name, (kind, default) in known_options(task).items()
-    ]
-    levels = "" if highest is None else f"0 to {highest}"
-    return f"| `{task}` | {gate} | {levels} | {', '.join(options).replace('|', chr(92) + '|')} |\n"
+    options = ", ".join(
+        f"`{name}={shown(default)}`{_type_note(type_name(kind), default)}"
+        for name, (kind, default) in known_options(task).items()
+    )
+    levels = "" if highest is None else f"0-{highest}"
+    return f"| `{task}` | {gate} | {levels} | {options.replace('|', chr(92) + '|')} |\n"
+
+
+def _type_note(name: str, default: Any) -> str:
+    """The type in brackets, if the default does not show the type."""
+    return "" if default is not None and name.startswith(_SHOWN_BY_DEFAULT) else f" ({name})"
+
+
+_SHOWN_BY_DEFAULT = ("int", "float", "bool", "str", "list", "tuple", "Sequence", "time", "date")
 
 
 if __name__ == "__main__":
