@@ -39,7 +39,7 @@ class _Silent:
         self.size = size
 
     @contextmanager
-    def command(self) -> Iterator[None]:
+    def command(self, name: str) -> Iterator[None]:
         yield
 
     def send(self, command: str, *, payloads: Sequence[object]) -> None:

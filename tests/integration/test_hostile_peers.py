@@ -37,6 +37,7 @@ from pipelinerl_core.messages import (
     Reserved,
     Rows,
     Sealed,
+    SwapRecord,
     Sync,
     SyncReply,
 )
@@ -292,7 +293,8 @@ def a_swap(**fields) -> Callable[[World], Answer]:
         "actor": "intruder", "actor_epoch": 9, "version": 1, "at": 0.0, "pause_seconds": 0.0, "num_bytes": 1,
         "num_running": 0, "num_tokens": 0, **fields,
     }  # fmt: skip
-    return lambda world: world.intruder.sync(swaps=(swap,))
+    # Unchecked, because a hostile peer sends whatever it likes.
+    return lambda world: world.intruder.sync(swaps=(SwapRecord.model_construct(**swap),))
 
 
 MINE = (Committed(step=1, epoch=9, manifest=None, groups=(), is_last=True), Reserve(step=1, epoch=9))
@@ -325,11 +327,14 @@ CASES = [
     Case("a mask of another length", changed(loss_mask=np.ones(13, np.bool_)), "schema", "one each"),
     Case("a counter that is no number", lambda world: world.raw(
         b'{"kind": "sync", "id": 1, "boot_id": "b", "engine_version": 0, "running": 0, "waiting": 0, "want": 0,'
-        b' "concurrency": 1, "leases": [], "num_tokens": 0, "running_seconds": 0, "counters": {"x": NaN}}'
-    ), "schema", "sync.counters.x"),
+        b' "concurrency": 1, "leases": [], "num_tokens": 0, "running_seconds": 0, "counters": {"cpu_seconds": NaN}}'
+    ), "schema", "sync.counters.cpu_seconds"),
     Case("a negative attempt", of_a_negative_attempt, "schema", "group.ref"),
     Case("a lease far ahead", a_huge_lease, "schema", "was never leased"),
-    Case("a swap that is none", a_swap(version="x"), "schema", "an invalid swap"),
+    Case("a swap that is none", lambda world: world.raw(
+        b'{"kind": "sync", "id": 1, "boot_id": "b", "engine_version": 0, "running": 0, "waiting": 0, "want": 0,'
+        b' "concurrency": 1, "leases": [], "num_tokens": 0, "running_seconds": 0, "swaps": [{"version": "x"}]}'
+    ), "schema", "sync.swaps.0.actor"),
     Case("somebody else's name", in_their_name, "wrong_peer", "sent a message of actor-0/1"),
     Case("somebody else's lease", under_their_lease, "wrong_peer", "which is actor-0/1's"),
     Case("a copy of theirs", a_copy_of_what_they_delivered, "wrong_peer", "which is actor-0/1's"),

@@ -95,7 +95,7 @@ ERRORS = [
     (weighting.loss_weights, "(num_rollouts * max_tokens)", "(step_tokens * max_tokens)"),
     (staleness.live_mask, "<= max_lag", "< max_lag"),
     (assemble._row, "rollout.loss_mask & live_C", "rollout.loss_mask"),
-    (assemble._rewards, "if config.mixture and group", "if False"),
+    (assemble._part, "if config.mixture and group", "if False"),
     (assemble._filtered, "0.0 if is_overlong else weight", "weight"),
     # Which rows and packs are trained.
     (order.is_filtered, " and not credits_turns", ""),
