@@ -32,11 +32,11 @@ def test_each_kind_has_traits_and_a_builder(section, traits, builders):
 
 def test_no_code_compares_the_name_of_an_engine_a_learner_or_a_schedule():
     folders = (ROOT / name for name in ("pipelinerl_core", "flows", "tasks"))
-    found = [
+    comparisons = [
         f"{path.relative_to(ROOT)}: {line.strip()}"
         for folder in folders
         for path in folder.rglob("*.py")
         for line in path.read_text().splitlines()
         if COMPARED.search(line)
     ]
-    assert found == []
+    assert comparisons == []
