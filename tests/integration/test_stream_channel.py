@@ -1,4 +1,7 @@
-"""The channel between roles and hub: in one process, and with hub and clients in processes of their own."""
+"""The channel between roles and hub: in one process, and with hub and clients in processes of their own.
+
+Tests delay the private dispatcher and read its peers: no public call shows that no peer is left behind.
+"""
 
 import itertools
 import json

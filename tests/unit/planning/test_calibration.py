@@ -1,4 +1,7 @@
-"""Calibration: a run that is simulated and recorded is predicted again; recorded runs of the repository are read."""
+"""Calibration: a run that is simulated and recorded is predicted again; recorded runs of the repository are read.
+
+Tests call the private parts of a calibration on made-up commits: a calibration itself reads whole recorded runs.
+"""
 
 import json
 import tarfile

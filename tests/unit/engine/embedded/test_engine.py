@@ -1,4 +1,7 @@
-"""What only the embedded engine promises: untouched KV bytes, exact determinism, streaming, loading."""
+"""What only the embedded engine promises: untouched KV bytes, exact determinism, streaming, loading.
+
+Tests read the private decoder, table and slots: no public call shows KV bytes, slots and the type of the head.
+"""
 
 import asyncio
 from functools import partial
