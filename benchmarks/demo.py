@@ -101,7 +101,9 @@ def _compare(contestants: dict[str, Callable[[], object]], num_tokens: int, roun
                 seconds[name].append(time.perf_counter() - started)
     ours, bare = seconds.values()
     return {
-        "tokens_per_second": {name: round(num_tokens / statistics.median(found)) for name, found in seconds.items()},
+        "tokens_per_second": {
+            name: round(num_tokens / statistics.median(run_seconds)) for name, run_seconds in seconds.items()
+        },
         "ratio": round(statistics.median(theirs / own for own, theirs in zip(ours, bare, strict=True)), 2),
     }
 

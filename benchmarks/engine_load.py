@@ -71,7 +71,7 @@ def random_rollout(prompt: Int32Array, completion: Int32Array, logprobs: NDArray
 async def complete(engine: Engine, prompts: Int32Array, *, max_tokens: int, name: str = "") -> list[Completion]:
     """A completion of each prompt; all requests are sent at once."""
 
-    async def one(index: int, prompt: Int32Array) -> Completion:
+    async def complete_prompt(index: int, prompt: Int32Array) -> Completion:
         request = EngineRequest(
             request_id=f"{name}{index}", prompt_token_ids=prompt, max_tokens=max_tokens, sampler=Sampler(seed=index)
         )
@@ -81,7 +81,7 @@ async def complete(engine: Engine, prompts: Int32Array, *, max_tokens: int, name
         assert completion is not None
         return completion
 
-    return list(await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts))))
+    return list(await asyncio.gather(*(complete_prompt(index, prompt) for index, prompt in enumerate(prompts))))
 
 
 async def count_tokens(engine: Engine, prompts: Int32Array, *, max_tokens: int, name: str = "") -> int:

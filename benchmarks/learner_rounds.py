@@ -131,7 +131,8 @@ def measure_workload(workload: Workload, rounds: int, *, with_trl: bool) -> dict
         "pack_tokens": workload.pack_tokens,
         "rounds": rounds,
         "tokens_per_second": {
-            name: round(num_tokens / statistics.median(wall for wall, _ in found)) for name, found in seconds.items()
+            name: round(num_tokens / statistics.median(wall for wall, _ in timings))
+            for name, timings in seconds.items()
         },
         # Medians of each round's ratio: other load on the machine slows both sides of one round.
         "learner_over": {
@@ -154,10 +155,12 @@ def measure_fill(multiples: Sequence[int] = (4, 8, 16)) -> list[dict[str, Any]]:
 
 
 def _fill(lengths: Sequence[int], pack_tokens: int, packing: Packing) -> dict[str, float]:
-    packs = [[lengths[index] for index in one] for one in pack(lengths, pack_tokens, packing)]
+    packs = [[lengths[index] for index in indices] for indices in pack(lengths, pack_tokens, packing)]
     return {
-        "pack_fill": round(sum(lengths) / sum(max(pack_tokens, sum(one)) for one in packs), 3),
-        "attention_slots_per_token": round(sum(len(one) * max(one) for one in packs) / sum(lengths), 3),
+        "pack_fill": round(sum(lengths) / sum(max(pack_tokens, sum(pack_lengths)) for pack_lengths in packs), 3),
+        "attention_slots_per_token": round(
+            sum(len(pack_lengths) * max(pack_lengths) for pack_lengths in packs) / sum(lengths), 3
+        ),
         "num_packs": len(packs),
     }
 

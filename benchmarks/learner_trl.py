@@ -119,7 +119,7 @@ def _padded(values: Sequence[NDArray[Any]], *, left: bool) -> tuple[Tensor, Tens
     is_float = np.issubdtype(values[0].dtype, np.floating)
     padded = np.zeros((len(values), width), np.float32 if is_float else np.int64)
     mask = np.zeros((len(values), width), np.int64)
-    for index, one in enumerate(values):
-        columns = slice(width - len(one), width) if left else slice(0, len(one))
-        padded[index, columns], mask[index, columns] = one, 1
+    for index, sequence in enumerate(values):
+        columns = slice(width - len(sequence), width) if left else slice(0, len(sequence))
+        padded[index, columns], mask[index, columns] = sequence, 1
     return torch.from_numpy(padded), torch.from_numpy(mask)

@@ -44,8 +44,8 @@ def best_conventional(arms: Mapping[str, Any]) -> str | None:
 
 def claim_lines(document: Mapping[str, Any]) -> list[str]:
     """The claims as sentences; ratios without a value are left out."""
-    found = claims(document)
-    target, best = document["target"], found["best_conventional"]
+    claim_values = claims(document)
+    target, best = document["target"], claim_values["best_conventional"]
     sentences = [
         (
             "sooner_than_best_conventional",
@@ -57,15 +57,15 @@ def claim_lines(document: Mapping[str, Any]) -> list[str]:
     ]
     if best == ONE_STEP:
         del sentences[1]  # the same ratio
-    lines = [text.format(ratio_text(found[key])) for key, text in sentences if _known(found[key])]
-    lines += _bound_lines(found)
-    less = found["ess_less_than_best_conventional"]
+    lines = [text.format(ratio_text(claim_values[key])) for key, text in sentences if _known(claim_values[key])]
+    lines += _bound_lines(claim_values)
+    less = claim_values["ess_less_than_best_conventional"]
     if _known(less):
         lines.append(f"pipeline has a mean ESS {less['mean']:.3f} lower than {best}")
     return lines
 
 
-def _bound_lines(found: Mapping[str, Any]) -> list[str]:
+def _bound_lines(claim_values: Mapping[str, Any]) -> list[str]:
     """Sentences that compare the pipeline's speed with upper bounds; emulated runs have no bound."""
     texts = {
         "share_of_bound_own_cores": "with one core per role, a step takes at least the longer of the two CPU times: "
@@ -73,7 +73,7 @@ def _bound_lines(found: Mapping[str, Any]) -> list[str]:
         "share_of_bound_shared_cores": f"on {_CORES} shared cores, a step takes at least the sum of the CPU times "
         f"divided by {_CORES}: pipeline reaches {{}} of that speed",
     }
-    return [text.format(ratio_text(found[key])) for key, text in texts.items() if _known(found[key])]
+    return [text.format(ratio_text(claim_values[key])) for key, text in texts.items() if _known(claim_values[key])]
 
 
 def _share_of_bound(document: Mapping[str, Any], bound: Callable[[float, float], float]) -> dict[str, Any] | None:
@@ -86,8 +86,8 @@ def _share_of_bound(document: Mapping[str, Any], bound: Callable[[float, float],
     return spread({int(seed): bound(engines[seed], trainers[seed]) / steps[seed] for seed in known})
 
 
-def _known(one: Mapping[str, Any] | None) -> bool:
-    return one is not None and one["mean"] is not None
+def _known(claim: Mapping[str, Any] | None) -> bool:
+    return claim is not None and claim["mean"] is not None
 
 
 def _ratio(arms: Mapping[str, Any], name: str | None, other: str, figure: str) -> dict[str, Any] | None:

@@ -69,16 +69,18 @@ def main() -> None:
     """Print a table, or one JSON document with --json."""
     parser = argparse.ArgumentParser(prog="benchmarks predictions", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--root", default="./runs-predictions", help="directory of predictions and runs")
-    parser.add_argument("--only", default="", help=f"of {', '.join(one.name for one in SETTINGS)}; default: all")
+    parser.add_argument(
+        "--only", default="", help=f"of {', '.join(setting.name for setting in SETTINGS)}; default: all"
+    )
     parser.add_argument("--predict", action="store_true", help="calibrate and predict, run nothing else")
     parser.add_argument("--figure", default="", help="write predicted over measured steps per second as SVG")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of every run")
     options = parser.parse_args()
-    wanted = options.only.split(",") if options.only else [one.name for one in SETTINGS]
-    if unknown := set(wanted) - {one.name for one in SETTINGS}:
+    wanted = options.only.split(",") if options.only else [setting.name for setting in SETTINGS]
+    if unknown := set(wanted) - {setting.name for setting in SETTINGS}:
         raise ConfigError(f"--only {', '.join(sorted(unknown))}: not known")
-    chosen = [one for one in SETTINGS if one.name in wanted]
+    chosen = [setting for setting in SETTINGS if setting.name in wanted]
     result = measure(chosen, Path(options.root), options.settings, is_prediction=options.predict)
     if options.figure and not options.predict:
         Path(options.figure).write_text(figure(result), encoding="utf-8")
@@ -91,38 +93,38 @@ def measure(
     """Predictions and measurements of the chosen settings. is_prediction: predict only."""
     root.mkdir(parents=True, exist_ok=True)
     predicted = _predictions(chosen, root, settings)
-    found = []
-    for one in chosen:
-        runs = [] if is_prediction else [_measured(one, root, number, settings) for number in range(REPEATS)]
-        found.append({"name": one.name, **predicted[one.name], "runs": runs})
-    return {**report.machine(), "settings": list(settings), "configurations": found}
+    configurations = []
+    for setting in chosen:
+        runs = [] if is_prediction else [_measured(setting, root, number, settings) for number in range(REPEATS)]
+        configurations.append({"name": setting.name, **predicted[setting.name], "runs": runs})
+    return {**report.machine(), "settings": list(settings), "configurations": configurations}
 
 
 def _predictions(chosen: Sequence[Setting], root: Path, settings: Sequence[str]) -> dict[str, Any]:
     """Name -> what the simulator, the closed form and the calibration run say; kept in predictions.json."""
     file = root / "predictions.json"
     kept: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    for one in chosen:
-        if one.name not in kept:
-            kept[one.name] = _prediction(one, root, settings)
+    for setting in chosen:
+        if setting.name not in kept:
+            kept[setting.name] = _prediction(setting, root, settings)
             file.write_text(json.dumps(kept, indent=2), encoding="utf-8")
     return kept
 
 
-def _prediction(one: Setting, root: Path, settings: Sequence[str]) -> dict[str, Any]:
-    config = load_config(one.preset, one.overrides(settings))
+def _prediction(setting: Setting, root: Path, settings: Sequence[str]) -> dict[str, Any]:
+    config = load_config(setting.preset, setting.overrides(settings))
     source = cached_calibration(config)
-    if source is None or not (root / f"{_base(one)}.calibrated").exists():
-        base = [*_SHARED, *one.calibrated, *settings]
-        _pipelinerl(root, "simulate", one.preset, *base, "--calibrate")
-        (root / f"{_base(one)}.calibrated").touch()
+    if source is None or not (root / f"{_base(setting)}.calibrated").exists():
+        base = [*_SHARED, *setting.calibrated, *settings]
+        _pipelinerl(root, "simulate", setting.preset, *base, "--calibrate")
+        (root / f"{_base(setting)}.calibrated").touch()
         source = cached_calibration(config)
     if source is None or source.measured is None:
-        raise PipelineRLError(f"{one.name}: no calibration of this machine; see {root}/bench.log")
+        raise PipelineRLError(f"{setting.name}: no calibration of this machine; see {root}/bench.log")
     steps_per_second, staleness = run_estimate(config, source.speeds_of(config), source.work_of(config))
     return {
         "at": time.time(),
-        "calibrated": _base(one),
+        "calibrated": _base(setting),
         "simulated": asdict(predict(source, config)),
         "closed_form": {"steps_per_second": steps_per_second, "mean_lag": staleness},
         "calibration_run": {
@@ -132,17 +134,19 @@ def _prediction(one: Setting, root: Path, settings: Sequence[str]) -> dict[str, 
     }
 
 
-def _base(one: Setting) -> str:
-    return "-".join([one.preset, *(text.partition("=")[2] for text in one.calibrated if "engine" in text)])
+def _base(setting: Setting) -> str:
+    return "-".join([setting.preset, *(text.partition("=")[2] for text in setting.calibrated if "engine" in text)])
 
 
-def _measured(one: Setting, root: Path, number: int, settings: Sequence[str]) -> dict[str, Any]:
+def _measured(setting: Setting, root: Path, number: int, settings: Sequence[str]) -> dict[str, Any]:
     """The figures of a run; the run is made or resumed if it has no report."""
-    place = root / f"{one.name}-{number}"
+    place = root / f"{setting.name}-{number}"
     known = sorted(place.glob("*/run.json"))
     if not (known and (known[0].parent / "report.json").exists()):
         arguments = (
-            ("resume", "latest") if known else ("train", one.preset, *one.overrides(settings), f"seed={number}")
+            ("resume", "latest")
+            if known
+            else ("train", setting.preset, *setting.overrides(settings), f"seed={number}")
         )
         _pipelinerl(root, *arguments, "--root", str(place))
     measured = calibrate(collect(open_store(locate_run("latest", str(place))))).measured
@@ -168,15 +172,15 @@ _SOURCES = {"simulated": "simulator", "closed_form": "closed form", "calibration
 def errors(result: Mapping[str, Any], source: str, key: str) -> list[float]:
     """Prediction over the mean of the runs - 1, for each configuration that was run."""
     return [
-        one[source][key] / statistics.fmean(run[key] for run in one["runs"]) - 1
-        for one in result["configurations"]
-        if one["runs"]
+        configuration[source][key] / statistics.fmean(run[key] for run in configuration["runs"]) - 1
+        for configuration in result["configurations"]
+        if configuration["runs"]
     ]
 
 
-def spread(one: Mapping[str, Any], key: str) -> float:
+def spread(configuration: Mapping[str, Any], key: str) -> float:
     """The larger over the smaller of the repeats - 1."""
-    values = [run[key] for run in one["runs"]]
+    values = [run[key] for run in configuration["runs"]]
     return float(max(values) / min(values) - 1)
 
 
@@ -187,38 +191,47 @@ def table(result: dict[str, Any]) -> str:
     for title, _, _ in titles:
         header += [f"{title} predicted", "measured", "error", "repeats", "closed form", "calibration run"]
     rows = []
-    for one in result["configurations"]:
-        row = [one["name"], one["calibrated"]]
+    for configuration in result["configurations"]:
+        row = [configuration["name"], configuration["calibrated"]]
         for _, key, form in titles:
-            row += _cells(one, key, form)
+            row += _cells(configuration, key, form)
         rows.append(row)
     lines = report.markdown(header, rows, num_text_columns=2)
     for title, key, _ in titles:
         for source, name in _SOURCES.items():
-            if found := [abs(error) for error in errors(result, source, key)]:
+            if absolute := [abs(error) for error in errors(result, source, key)]:
                 lines.append(
-                    f"\n{title}, {name}: median error {statistics.median(found):.0%}, worst {max(found):.0%}"
+                    f"\n{title}, {name}: median error {statistics.median(absolute):.0%}, worst {max(absolute):.0%}"
                 )
     return "\n".join([*lines, "", report.conditions(result), ""])
 
 
-def _cells(one: Mapping[str, Any], key: str, form: str) -> list[str]:
-    predicted = form.format(one["simulated"][key])
-    if not one["runs"]:
+def _cells(configuration: Mapping[str, Any], key: str, form: str) -> list[str]:
+    predicted = form.format(configuration["simulated"][key])
+    if not configuration["runs"]:
         return [predicted, "-", "-", "-", "-", "-"]
-    only = {"configurations": [one]}
+    only = {"configurations": [configuration]}
     others = [f"{errors(only, source, key)[0]:+.0%}" for source in ("closed_form", "calibration_run")]
-    measured = ", ".join(form.format(run[key]) for run in one["runs"])
-    return [predicted, measured, f"{errors(only, 'simulated', key)[0]:+.0%}", f"{spread(one, key):.0%}", *others]
+    measured = ", ".join(form.format(run[key]) for run in configuration["runs"])
+    return [
+        predicted,
+        measured,
+        f"{errors(only, 'simulated', key)[0]:+.0%}",
+        f"{spread(configuration, key):.0%}",
+        *others,
+    ]
 
 
 def figure(result: Mapping[str, Any]) -> str:
     """SVG: predicted over measured steps per second, both logarithmic, with the line of equality."""
-    ran = [one for one in result["configurations"] if one["runs"]]
+    ran = [configuration for configuration in result["configurations"] if configuration["runs"]]
     key = "steps_per_second"
 
     def points(source: str) -> list[tuple[float, float]]:
-        return [(log10(statistics.fmean(run[key] for run in one["runs"])), log10(one[source][key])) for one in ran]
+        return [
+            (log10(statistics.fmean(run[key] for run in configuration["runs"])), log10(configuration[source][key]))
+            for configuration in ran
+        ]
 
     ends = [value for source in _SOURCES for point in points(source) for value in point]
     series = [

@@ -25,7 +25,7 @@ INTERPRETER = "new interpreter"
 
 async def measure(num_programs: int, num_sandboxes: int, num_rounds: int) -> list[dict[str, Any]]:
     """For each isolation of this host: programs per second, and CPU time of one program inside of the sandbox."""
-    found: dict[str, dict[str, Any]] = {}
+    rows_by_name: dict[str, dict[str, Any]] = {}
     runners: dict[str, list[Callable[[], Awaitable[float]]]] = {INTERPRETER: [_interpreted] * num_sandboxes}
     sandboxes: list[ProgramSandbox] = []
     choices: tuple[Choice, ...] = ("bubblewrap", "landlock")
@@ -33,20 +33,20 @@ async def measure(num_programs: int, num_sandboxes: int, num_rounds: int) -> lis
         try:
             started = [ProgramSandbox(LIMITS, choice) for _ in range(num_sandboxes)]
         except NoSandbox as error:
-            found[choice] = {"isolation": choice, "missing": str(error)}
+            rows_by_name[choice] = {"isolation": choice, "missing": str(error)}
             continue
         sandboxes += started
-        runners[started[0].isolation] = [_sandboxed(one) for one in started]
+        runners[started[0].isolation] = [_sandboxed(program_sandbox) for program_sandbox in started]
     try:
         for _ in range(num_rounds):
             for name, run_each in runners.items():
                 row = await _round(name, run_each, num_programs)
-                if name not in found or row["per_second"] > found[name]["per_second"]:
-                    found[name] = row
+                if name not in rows_by_name or row["per_second"] > rows_by_name[name]["per_second"]:
+                    rows_by_name[name] = row
     finally:
         for sandbox in sandboxes:
             sandbox.close()
-    return list(found.values())
+    return list(rows_by_name.values())
 
 
 async def _round(name: str, runners: list[Callable[[], Awaitable[float]]], num_programs: int) -> dict[str, Any]:

@@ -100,10 +100,10 @@ def measure(extent: Extent) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     missing: list[str] = []
 
-    def add(what: str, part: Callable[..., dict[str, Any]], *arguments: Any) -> None:
-        _log(what)
+    def add(label: str, part: Callable[..., dict[str, Any]], *arguments: Any) -> None:
+        _log(label)
         try:
-            rows.append({"what": what, **part(*arguments)})
+            rows.append({"what": label, **part(*arguments)})
         except ConfigError as error:
             _log(str(error))
             missing.append(str(error))

@@ -77,7 +77,7 @@ def measure(num_groups: int, num_tokens: int, ranks: int, rounds: int) -> dict[s
         timed("read the batch file back", decode_batch, batch)
         shares = [[encode_batch("", 1, rows[rank::ranks])] for rank in range(1, ranks)]
         timed("compress the rows of other ranks", list, map(to_segment, shares))
-    parts = {part: statistics.median(found) for part, found in seconds.items()}
+    parts = {part: statistics.median(part_seconds) for part, part_seconds in seconds.items()}
     size = {"rollouts": num_groups * _GROUP_SIZE, "tokens": num_tokens, "ranks": ranks}
     return {**size, "seconds": parts, "now": sum(parts[part] for part in _NOW), **report.machine()}
 

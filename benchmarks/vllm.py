@@ -208,13 +208,13 @@ async def _bare(core: VLLMCore, prompts: Int32Array) -> int:
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
-    async def one(index: int, prompt: Int32Array) -> int:
+    async def complete_prompt(index: int, prompt: Int32Array) -> int:
         final = None
         async for output in core.llm.generate(tokens_input(prompt.tolist()), params, f"bare.{index}"):
             final = output
         return len(final.outputs[0].token_ids) if final is not None else 0
 
-    return sum(await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts))))
+    return sum(await asyncio.gather(*(complete_prompt(index, prompt) for index, prompt in enumerate(prompts))))
 
 
 async def _bare_swap(core: VLLMCore, path: str, version: int) -> float:

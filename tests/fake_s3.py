@@ -180,7 +180,9 @@ class _Handler(BaseHTTPRequestHandler):
         whole = [key for key, (_, separator, _) in inner.items() if not separator]
         folders = sorted({prefix + first + separator for first, separator, _ in inner.values() if separator})
         contents = "".join(f"<Contents><Key>{escape(key)}</Key></Contents>" for key in whole)
-        prefixes = "".join(f"<CommonPrefixes><Prefix>{escape(one)}</Prefix></CommonPrefixes>" for one in folders)
+        prefixes = "".join(
+            f"<CommonPrefixes><Prefix>{escape(folder)}</Prefix></CommonPrefixes>" for folder in folders
+        )
         document = f"<IsTruncated>false</IsTruncated>{contents}{prefixes}"
         return 200, f"<?xml version='1.0'?><ListBucketResult>{document}</ListBucketResult>".encode(), {}
 

@@ -9,8 +9,8 @@ import psutil
 def is_running(process: psutil.Process | int) -> bool:
     """Whether a process (given by its id, or looked up before) has not ended; a zombie has ended."""
     try:
-        found = psutil.Process(process) if isinstance(process, int) else process
-        return bool(found.status() != psutil.STATUS_ZOMBIE)
+        handle = psutil.Process(process) if isinstance(process, int) else process
+        return bool(handle.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
@@ -20,6 +20,6 @@ def debian_program(name: str, *options: str, package: str | None = None) -> str:
     if shutil.which(name) is None:
         for command in (["update", "-q"], ["install", "-qy", *options, package or name]):
             subprocess.run(["apt-get", *command], check=True, timeout=400, stdout=subprocess.DEVNULL)
-    found = shutil.which(name)
-    assert found is not None
-    return found
+    program = shutil.which(name)
+    assert program is not None
+    return program

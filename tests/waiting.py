@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 def wait_for(
     condition: Callable[[], _T],
-    what: str,
+    description: str,
     seconds: float = 60.0,
     *,
     pause: float = 0.05,
@@ -19,17 +19,17 @@ def wait_for(
 ) -> _T:
     """The first true result of `condition`; fails after `seconds`, or as soon as `process` has ended."""
     deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert process is None or process.poll() is None, f"the process ended before this happened: {what}"
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+    while not (result := condition()):
+        assert process is None or process.poll() is None, f"the process ended before this happened: {description}"
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {description}"
         time.sleep(pause)
-    return found
+    return result
 
 
-async def until(condition: Callable[[], _T], what: str, seconds: float = 60.0, *, pause: float = 0.005) -> _T:
+async def until(condition: Callable[[], _T], description: str, seconds: float = 60.0, *, pause: float = 0.005) -> _T:
     """As `wait_for`, in a coroutine: other tasks run during each `pause` (0: one turn of the event loop)."""
     deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {description}"
         await asyncio.sleep(pause)
-    return found
+    return result

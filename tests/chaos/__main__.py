@@ -68,15 +68,18 @@ def table(outcomes: list[Outcome]) -> str:
     """One row per kind of fault."""
     by_name = defaultdict(list)
     for outcome in outcomes:
-        for one in outcome.injected:
-            by_name[outcome.store, one.name].append(one.recovered_seconds)
+        for fault in outcome.injected:
+            by_name[outcome.store, fault.name].append(fault.recovered_seconds)
     lines = ["| store | fault | times | two steps later after, median (max) |", "| --- | --- | --- | --- |"]
     lines += [
         f"| {store} | {name} | {len(seconds)} | {statistics.median(seconds):.1f} s ({max(seconds):.1f} s) |"
         for (store, name), seconds in sorted(by_name.items())
     ]
     number = sum(map(len, by_name.values()))
-    steps, minutes = sum(one.steps for one in outcomes), sum(one.seconds for one in outcomes) / 60
+    steps, minutes = (
+        sum(run_outcome.steps for run_outcome in outcomes),
+        sum(run_outcome.seconds for run_outcome in outcomes) / 60,
+    )
     lost = sum(outcome.audit.get("lost", 0) for outcome in outcomes)
     twice = sum(outcome.audit.get("trained_twice", 0) for outcome in outcomes)
     taken = sum(outcome.audit.get("taken_over_tokens", 0) for outcome in outcomes)

@@ -97,17 +97,17 @@ def complaints(world: World, outcome: Outcome, *, replays: bool) -> list[str]:
     """What should not be: nothing."""
     with suppress(AssertionError):  # killed a moment ago; `leftovers` names what stays
         world.wait_for("the end of every child", lambda: not world.leftover_processes(), 20, is_running=False)
-    found = [f"left behind: {one}" for one in world.leftovers()]
+    problems = [f"left behind: {leftover}" for leftover in world.leftovers()]
     if outcome.steps != world.committed:
-        found.append(f"the report has {outcome.steps} steps, {world.committed} are committed")
+        problems.append(f"the report has {outcome.steps} steps, {world.committed} are committed")
     run = world.run
     outcome.audit = Audit(run.store, run.config).run().document
-    found += [f"audit: {problem}" for problem in outcome.audit["problems"]]
-    found += [f"audit: {key} {outcome.audit[key]}" for key in ("lost", "trained_twice") if outcome.audit[key]]
-    found += missing_metrics(world, outcome.steps)
+    problems += [f"audit: {problem}" for problem in outcome.audit["problems"]]
+    problems += [f"audit: {key} {outcome.audit[key]}" for key in ("lost", "trained_twice") if outcome.audit[key]]
+    problems += missing_metrics(world, outcome.steps)
     if replays:
-        found += replay(run.store.url)
-    return found
+        problems += replay(run.store.url)
+    return problems
 
 
 def missing_metrics(world: World, num_steps: int) -> list[str]:

@@ -222,9 +222,9 @@ def damage(path: Path, world: World) -> None:
 
 def flipped(data: bytes, world: World) -> bytes:
     """The same with one other bit."""
-    found = bytearray(data)
-    found[world.random.randrange(len(found))] ^= 1 << world.random.randrange(8)
-    return bytes(found)
+    damaged = bytearray(data)
+    damaged[world.random.randrange(len(damaged))] ^= 1 << world.random.randrange(8)
+    return bytes(damaged)
 
 
 def last_change(path: Path) -> float:

@@ -24,6 +24,6 @@ def test_a_run_survives_its_faults_and_closes(store, tmp_path, prepared_model, m
         monkeypatch.setenv(name, "")  # restored afterwards, whatever the campaign sets
     outcome = run_campaign(tmp_path, store, CAMPAIGNS[store], seed=5, away_seconds=10, replays=store == "file")
     assert outcome.complaints == []
-    assert [one.name for one in outcome.injected] == CAMPAIGNS[store]
+    assert [fault.name for fault in outcome.injected] == CAMPAIGNS[store]
     assert outcome.audit["groups"]["trained"] == 16 * outcome.steps
     assert (outcome.audit["lost"], outcome.audit["trained_twice"]) == (0, 0)

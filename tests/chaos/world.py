@@ -221,15 +221,15 @@ class World:
         """Processes below the command, remembered for `leftovers`."""
         assert self._command is not None
         try:
-            found = psutil.Process(self._command.pid).children(recursive=True)
+            processes = psutil.Process(self._command.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
-        for process in found:
+        for process in processes:
             try:
                 self._seen[process.pid] = process.create_time()
             except psutil.NoSuchProcess:
                 continue
-        return found
+        return processes
 
     def look_at_memory(self) -> None:
         """Shared memory of the processes (vLLM's channels), remembered for `leftovers`."""
@@ -240,33 +240,33 @@ class World:
 
     def leftovers(self) -> list[str]:
         """Processes, shared memory and temporary files that have outlived the run."""
-        found = self.leftover_processes() + ([str(self.shm)] if self.shm.exists() else [])
+        leftovers = self.leftover_processes() + ([str(self.shm)] if self.shm.exists() else [])
         kept = (compiler_cache().name, f"pipelinerl-{os.getuid()}")  # the latter: logs of runs on S3
-        found += [str(path) for path in self._temporary.iterdir() if path.name not in kept]
-        return found + [str(path) for path in self._memory if path.exists()]
+        leftovers += [str(path) for path in self._temporary.iterdir() if path.name not in kept]
+        return leftovers + [str(path) for path in self._memory if path.exists()]
 
     def leftover_processes(self) -> list[str]:
         """`leftovers` without the files, which a killed flow cannot remove; the next one does."""
-        found = []
+        command_lines = []
         for pid, created in self._seen.items():
             try:
                 process = psutil.Process(pid)
                 if process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(" ".join(process.cmdline()))
+                    command_lines.append(" ".join(process.cmdline()))
             except psutil.NoSuchProcess:
                 continue
-        return found
+        return command_lines
 
     def process(self, *words: str) -> psutil.Process:
         """One of the processes of the run whose command line has all of these words; waits for one."""
-        found: list[psutil.Process] = []
+        processes: list[psutil.Process] = []
 
         def has_any() -> bool:
-            found[:] = [process for process in self.look() if has_words(process, words)]
-            return bool(found)
+            processes[:] = [process for process in self.look() if has_words(process, words)]
+            return bool(processes)
 
         self.wait_for(f"a process with {words}", has_any, RECOVERY_SECONDS)
-        return self.random.choice(found)
+        return self.random.choice(processes)
 
     def kill_command(self) -> None:
         """kill -9 of the flow; returns when all that it started has gone with it."""
@@ -279,16 +279,16 @@ class World:
             shutil.rmtree(path, ignore_errors=True)
 
     def wait_for(
-        self, what: str, condition: Callable[[], bool], seconds: float, *, is_running: bool = True,
+        self, event: str, condition: Callable[[], bool], seconds: float, *, is_running: bool = True,
         poll_seconds: float = 0.1,
     ) -> float:  # fmt: skip
         """Poll until it holds, returns the seconds; fails at the deadline, or when the command has ended."""
         assert self._command is not None
         begun = time.monotonic()
         while not condition():
-            assert not is_running or self._command.poll() is None, f"the run ended before {what}: {self.log_tail()}"
+            assert not is_running or self._command.poll() is None, f"the run ended before {event}: {self.log_tail()}"
             waited = time.monotonic() - begun
-            assert waited < seconds, f"{what} did not happen within {seconds:g} s: {self.log_tail()}"
+            assert waited < seconds, f"{event} did not happen within {seconds:g} s: {self.log_tail()}"
             if poll_seconds >= 0.1:  # a look takes tens of milliseconds
                 self.look()
             time.sleep(poll_seconds)

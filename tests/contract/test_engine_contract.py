@@ -131,7 +131,7 @@ async def test_top_p_draws_from_the_nucleus_and_records_its_probabilities(build)
 # ---- swaps -------------------------------------------------------------------------------------------------------
 
 
-async def test_after_a_swap_every_token_is_of_the_new_weights_and_none_before_it(build):
+async def test_tokens_before_a_swap_are_of_the_old_weights_and_all_later_tokens_of_the_new_weights(build):
     forced = 11
     models = {0: tiny_model(tied=False), 4: tiny_model(tied=False)}
     models[4].load_state_dict(forcing_weights(models[4], forced))
@@ -246,7 +246,7 @@ async def test_a_partial_update_leaves_the_other_weights_as_they_are(build):
 # ---- abort and continuation --------------------------------------------------------------------------------------
 
 
-async def test_what_was_sampled_is_taken_back_and_continues_under_the_weights_of_its_place(build):
+async def test_an_aborted_completion_keeps_its_tokens_and_continues_under_the_new_weights(build):
     models = {version: tiny_model(seed=version) for version in (0, 1)}
     engine = await build(tiny_model())
     task = asyncio.create_task(finish(engine, ask(max_tokens=60, seed=9)))
@@ -265,7 +265,7 @@ async def test_what_was_sampled_is_taken_back_and_continues_under_the_weights_of
     np.testing.assert_allclose(whole.rollout_logprobs, expected, atol=1e-4)
 
 
-def test_abort_and_continuation_draw_exactly_what_an_uninterrupted_run_draws(seeded):
+def test_abort_and_continuation_draw_the_same_tokens_as_an_uninterrupted_run(seeded):
     async def uninterrupted():
         engine = await seeded(tiny_model())
         return await finish(engine, ask(max_tokens=40, seed=9))
@@ -373,7 +373,7 @@ async def test_a_pause_samples_nothing_and_changes_nothing(build):
         assert completion.weight_spans == (WeightSpan(0, 0, len(completion.token_ids)),)
 
 
-def test_a_pause_happens_at_once_and_leaves_the_tokens_what_they_were(seeded):
+def test_a_pause_happens_at_once_and_changes_no_tokens(seeded):
     async def main(pauses):
         engine = await seeded(tiny_model(), slots=2)
         tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=30 + i, seed=i))) for i in range(3)]
@@ -389,7 +389,7 @@ def test_a_pause_happens_at_once_and_leaves_the_tokens_what_they_were(seeded):
         assert paused.rollout_logprobs.tolist() == undisturbed.rollout_logprobs.tolist()
 
 
-async def test_a_request_that_comes_in_a_pause_starts_after_it(build):
+async def test_a_request_that_comes_in_a_pause_starts_after_the_pause(build):
     engine = await build(tiny_model())
     engine.set_paused(True)
     before = await quiet(engine)
@@ -401,7 +401,7 @@ async def test_a_request_that_comes_in_a_pause_starts_after_it(build):
     assert len((await task).token_ids) == 24
 
 
-async def test_a_swap_in_a_pause_is_the_version_of_what_follows(build):
+async def test_a_swap_in_a_pause_sets_the_version_of_later_tokens(build):
     models = {version: tiny_model(seed=version) for version in (0, 1, 2)}
     engine = await build(tiny_model(seed=0))
     task = asyncio.create_task(finish(engine, ask(max_tokens=80)))
@@ -463,11 +463,11 @@ async def test_no_more_run_than_there_are_slots_and_all_come_to_their_end(build)
     engine = await build(tiny_model(), slots=3)
     running = []
 
-    async def one(index):
+    async def finish_request(index):
         async for _ in engine.generate(ask(f"r{index}", prompt=[1], max_tokens=8, seed=index)):
             running.append(engine.stats().running)
 
-    await asyncio.gather(*(one(index) for index in range(12)))
+    await asyncio.gather(*(finish_request(index) for index in range(12)))
     stats = engine.stats()
     assert max(running) <= 3
     assert (stats.num_tokens, stats.running, stats.waiting, stats.slots) == (96, 0, 0, 3)
@@ -477,11 +477,11 @@ async def test_slots_are_refilled_at_once_and_in_order_of_arrival(seeded):
     engine = await seeded(tiny_model(), slots=3)
     order = []
 
-    async def one(index):
+    async def finish_request(index):
         await finish(engine, ask(f"r{index}", prompt=[1], max_tokens=8, seed=index))
         order.append(index)
 
-    await asyncio.gather(*(one(index) for index in range(12)))
+    await asyncio.gather(*(finish_request(index) for index in range(12)))
     stats = engine.stats()
     assert order == list(range(12))
     # 12 sequences of 8 tokens in 3 slots: 32 steps when no slot ever stands empty.
@@ -489,7 +489,7 @@ async def test_slots_are_refilled_at_once_and_in_order_of_arrival(seeded):
     assert (stats.num_tokens, stats.running, stats.waiting, stats.kv_usage) == (96, 0, 0, 0)
 
 
-async def test_short_requests_do_not_starve_beside_a_long_one(build):
+async def test_short_requests_do_not_starve_beside_a_long_request(build):
     engine = await build(tiny_model(), slots=2, max_len=250)
     long = asyncio.create_task(finish(engine, ask("long", prompt=[1], max_tokens=240)))
     shorts = [finish(engine, ask(f"s{i}", prompt=[1], max_tokens=4)) for i in range(10)]

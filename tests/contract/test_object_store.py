@@ -19,7 +19,7 @@ def store(request, tmp_path):
     return open_store(request.getfixturevalue("s3_url"))
 
 
-def test_an_object_reads_back_as_it_was_written(store):
+def test_an_object_reads_back_as_written(store):
     store.put("commits/00000001.0.json", b"one")
     store.put("empty", b"")
     store.put("view", memoryview(b"abcdef")[1:3])
@@ -44,7 +44,7 @@ def test_a_second_put_replaces_the_whole_object(store):
     assert store.get("hub.json") == b"short"
 
 
-def test_create_only_refuses_an_existing_key_and_leaves_it_alone(store):
+def test_create_only_refuses_an_existing_key_and_keeps_its_object(store):
     store.put("epochs/000001.json", b"first", create_only=True)
     with pytest.raises(FileExistsError, match=r"epochs/000001\.json"):
         store.put("epochs/000001.json", b"second", create_only=True)
@@ -94,7 +94,7 @@ def test_list_takes_whole_parts_and_sorts_at_any_depth(store):
     assert store.list("nothing/here") == []
 
 
-def test_delete_removes_what_is_there_and_ignores_the_rest(store):
+def test_delete_removes_existing_objects_and_ignores_missing_objects(store):
     store.put("x/1", b"1")
     store.put("x/2", b"2")
     store.delete(["x/1", "x/never"])
@@ -121,7 +121,7 @@ def test_a_key_that_could_leave_its_root_is_refused_everywhere(store, key):
     assert store.list("") == []
 
 
-def test_a_writable_store_passes_the_preflight_and_keeps_nothing_of_it(store):
+def test_a_writable_store_passes_the_preflight_which_leaves_no_object_behind(store):
     check_writable(store)
     assert (store.list(""), store.children()) == ([], [])
 

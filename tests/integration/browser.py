@@ -85,12 +85,12 @@ class Page:
         fields = "[...document.querySelectorAll('input, textarea')].map(one => one.value).join('\\n')"
         return str(self.value(f"document.body.innerText + '\\n' + {fields}") or "")
 
-    def until(self, what: str, expression: str, seconds: float = SEE_SECONDS) -> Any:
+    def until(self, expectation: str, expression: str, seconds: float = SEE_SECONDS) -> Any:
         """The value of an expression once it is true; fails naming `what`, with the text of the page."""
         deadline = time.monotonic() + seconds
         while not (value := self.value(expression)):
             if time.monotonic() > deadline:
-                self._fail(f"show {what}", seconds)
+                self._fail(f"show {expectation}", seconds)
             time.sleep(_POLL_SECONDS)
         return value
 
@@ -102,10 +102,12 @@ class Page:
                 self._fail(f"say {missing}", seconds)
             time.sleep(_POLL_SECONDS)
 
-    def _fail(self, what: str, seconds: float) -> None:
+    def _fail(self, expectation: str, seconds: float) -> None:
         place = self.value("location.href")
         errors = "".join(f"\nscript error: {error}" for error in self.errors)
-        pytest.fail(f"{place} did not {what} within {seconds:g} s. It said:\n{self.text[:_SAID_CHARS]}{errors}")
+        pytest.fail(
+            f"{place} did not {expectation} within {seconds:g} s. It said:\n{self.text[:_SAID_CHARS]}{errors}"
+        )
 
     def fill(self, find: str, text: str) -> None:
         """Type into the field that a JavaScript expression finds, in place of what it holds.
@@ -172,9 +174,9 @@ def browser() -> Iterator[Page]:
             with connect(address, max_size=None, compression=None, open_timeout=60) as connection:
                 yield Page(connection)
         finally:
-            for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+            for browser_process in [*psutil.Process(process.pid).children(recursive=True), process]:
                 with suppress(psutil.NoSuchProcess):
-                    one.kill()
+                    browser_process.kill()
             process.wait(timeout=60)
 
 

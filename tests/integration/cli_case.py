@@ -45,15 +45,15 @@ def committed(root: Path) -> int:
 
 def left_over(root: Path, pids: list[int]) -> list[str]:
     """Processes of a run that still live: those that were children of its command, and any that name its root."""
-    found = []
+    command_lines = []
     for process in psutil.process_iter():
         try:
             is_ours = process.pid in pids or str(root) in " ".join(process.cmdline())
             if is_ours and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline()))
+                command_lines.append(" ".join(process.cmdline()))
         except psutil.NoSuchProcess:
             continue
-    return found
+    return command_lines
 
 
 def children(process: "subprocess.Popen[str]") -> list[int]:

@@ -69,9 +69,9 @@ def kill_tree(pid: int) -> None:
     """A process and all that it started."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        for one in [*process.children(recursive=True), process]:
+        for member in [*process.children(recursive=True), process]:
             with suppress(psutil.NoSuchProcess):
-                one.kill()
+                member.kill()
 
 
 def csrf_headers(url: str) -> dict[str, str]:
@@ -139,8 +139,8 @@ class Prefect:
         done = subprocess.run(
             command, env=self.environment, cwd=ROOT, check=True, timeout=120, stdout=subprocess.PIPE, text=True
         )
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+        deployment: dict[str, Any] = json.loads(done.stdout)
+        return deployment
 
     def is_healthy(self) -> bool:
         """Whether the server answers."""
@@ -156,13 +156,13 @@ class Prefect:
 
     def runs(self) -> list[dict[str, Any]]:
         """All flow runs, the oldest first."""
-        found: list[dict[str, Any]] = self.ask("/flow_runs/filter", {"sort": "START_TIME_ASC"})
-        return found
+        flow_runs: list[dict[str, Any]] = self.ask("/flow_runs/filter", {"sort": "START_TIME_ASC"})
+        return flow_runs
 
     def run(self, run_id: str) -> dict[str, Any]:
         """One flow run."""
-        found: dict[str, Any] = self.ask(f"/flow_runs/{run_id}")
-        return found
+        flow_run: dict[str, Any] = self.ask(f"/flow_runs/{run_id}")
+        return flow_run
 
     def set_state(self, run_id: str, **state: Any) -> None:
         """What the buttons of the UI do."""
@@ -170,14 +170,14 @@ class Prefect:
 
     def flow_processes(self, run_id: str = "") -> list[psutil.Process]:
         """Processes that execute a flow run: this one, or any."""
-        found = []
+        processes = []
         for worker in self.processes[1:]:
             for process in psutil.Process(worker.pid).children(recursive=True):
                 with suppress(psutil.Error):  # one that has just ended
                     is_flow = "prefect.engine" in " ".join(process.cmdline())
                     if is_flow and run_id in ("", process.environ().get("PREFECT__FLOW_RUN_ID")):
-                        found.append(process)
-        return found
+                        processes.append(process)
+        return processes
 
     def stop(self) -> None:
         """End everything at once."""

@@ -43,8 +43,8 @@ def hotter(admit, load):
 
 if __name__ == "__main__":
     load, digests = SlotDecoder.load, actor.token_digests
-    fault, _, number = next((one for one in sys.argv if one.startswith(FAULTS)), "").partition("=")
-    sys.argv = [one for one in sys.argv if not one.startswith(FAULTS)]
+    fault, _, number = next((argument for argument in sys.argv if argument.startswith(FAULTS)), "").partition("=")
+    sys.argv = [argument for argument in sys.argv if not argument.startswith(FAULTS)]
     swaps = iter(range(1, 1 << 30))
     if fault == "--tokenizer":
         actor.token_digests = lambda config: {**digests(config), "chat template": "another"}

@@ -73,7 +73,7 @@ def test_torch_and_transformers_are_enough_for_the_embedded_engine(tmp_path):
         assert f"{part['part']}\n    {part['status']}: {part['result']}\n" in done.stderr
 
 
-def test_vllm_is_measured_beside_it_where_it_is_installed():
+def test_vllm_is_measured_beside_the_embedded_engine_where_vllm_is_installed():
     done = run(["-m", "benchmarks.gpu"])
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
@@ -90,7 +90,7 @@ def test_vllm_is_measured_beside_it_where_it_is_installed():
         check(row)
 
 
-def test_without_a_gpu_it_says_so():
+def test_without_a_gpu_the_benchmark_is_refused_with_a_message():
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu"],
         cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=120,

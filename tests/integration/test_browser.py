@@ -133,9 +133,9 @@ def field_of(label: str) -> str:
     }})()"""
 
 
-def test_the_form_of_a_deployment_says_what_each_field_is_and_refuses_what_is_out_of_bounds(world, page, picture):
-    found = world.prefect.ask("/deployments/filter", {})
-    deployment = next(one["id"] for one in found if one["name"] == "quickstart")
+def test_the_form_of_a_deployment_describes_each_field_and_refuses_values_out_of_bounds(world, page, picture):
+    deployments = world.prefect.ask("/deployments/filter", {})
+    deployment = next(candidate["id"] for candidate in deployments if candidate["name"] == "quickstart")
     url = f"{world.prefect.url.removesuffix('/api')}/deployments/deployment/{deployment}/run"
     page.go(url, height=1300)
     page.until("its defaults", f"{field_of('preset')}?.value === 'quickstart'")
@@ -183,7 +183,7 @@ def test_the_page_of_a_flow_run_shows_its_roles_logs_and_artifacts(world, page, 
 
 def mlflow_page(world: World) -> str:
     artifacts = world.prefect.ask("/artifacts/filter", {})
-    link = next(one["data"] for one in artifacts if one["key"] == "quickstart-mlflow")
+    link = next(artifact["data"] for artifact in artifacts if artifact["key"] == "quickstart-mlflow")
     return str(link.partition("(")[2].rstrip(")"))
 
 

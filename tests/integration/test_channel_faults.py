@@ -147,8 +147,8 @@ def test_losing_every_third_message_and_the_hub_changes_no_trained_row(tmp_path,
     clean, faulty = str(tmp_path / "clean"), str(tmp_path / "faulty")
     run_all(clean, tmp_path / "clean.log", None, restart_hub=False)
     run_all(faulty, tmp_path / "faulty.log", every_third(), restart_hub=True)
-    expected, found = trained_rows(clean), trained_rows(faulty)
-    assert sorted(expected) == sorted(found) == list(range(1, STEPS + 1))
+    expected, actual = trained_rows(clean), trained_rows(faulty)
+    assert sorted(expected) == sorted(actual) == list(range(1, STEPS + 1))
     for step in expected:
-        assert found[step] == expected[step], f"step {step}"
+        assert actual[step] == expected[step], f"step {step}"
     assert sum(len(rows) for rows in expected.values()) == STEPS * 4 * 4

@@ -40,16 +40,16 @@ STEPS = 90
 
 def health_of(run: Path) -> dict[str, int]:
     """Name of a role that lives -> status of its /readyz."""
-    found = {}
+    statuses = {}
     for role in live_roles(open_store(str(run))):
         try:
             with urlopen(f"{role.url}/readyz", timeout=10) as answer:
-                found[role.name] = answer.status
+                statuses[role.name] = answer.status
         except HTTPError as error:  # not ready
-            found[role.name] = error.code
+            statuses[role.name] = error.code
         except OSError:  # it has gone, or is slow
-            found[role.name] = 0
-    return found
+            statuses[role.name] = 0
+    return statuses
 
 
 def test_a_run_survives_a_kill_of_everything_a_ctrl_c_and_a_drain_and_ends_as_one_run(tmp_path):
@@ -94,19 +94,19 @@ def test_a_run_survives_a_kill_of_everything_a_ctrl_c_and_a_drain_and_ends_as_on
     assert last.wait(600) == 0
     wait_for(lambda: health_of(run) == {}, "no role to be left", 150)  # a silent one is listed for two minutes
     check_ended(tmp_path, run)
-    check_what_prefect_has(tmp_path, run)
+    check_flow_runs_of_prefect(tmp_path, run)
 
 
 def interrupt_twice(process: "subprocess.Popen[str]", pids: list[int]) -> None:
     """Ctrl-C as it comes from somebody who is impatient, while the trainer does not end and holds up the others."""
 
-    found = {}
+    processes = {}
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
             process_of = psutil.Process(pid)
             words = [word for word in process_of.cmdline() if word.startswith("pipelinerl_core.roles.")]
-            found |= {word.split(".")[2]: process_of for word in words}
-    hub, trainer, actor = (found[name] for name in ("hub", "trainer", "actor"))
+            processes |= {word.split(".")[2]: process_of for word in words}
+    hub, trainer, actor = (processes[name] for name in ("hub", "trainer", "actor"))
     trainer.suspend()
     process.send_signal(signal.SIGINT)
     wait_for(lambda: not actor.is_running(), "the end of the actor", 60, process=process)
@@ -127,15 +127,15 @@ def check_ended(root: Path, run: Path) -> None:
     assert_closes(str(run))
 
 
-def check_what_prefect_has(root: Path, run: Path) -> None:
+def check_flow_runs_of_prefect(root: Path, run: Path) -> None:
     """Parameters as they were typed, and no second check of what the command has checked."""
     with closing(sqlite3.connect(root / ".prefect" / "prefect.db")) as database:
-        found = database.execute("select parameters from flow_run order by created").fetchall()
+        rows = database.execute("select parameters from flow_run order by created").fetchall()
         tasks = {name for (name,) in database.execute("select name from task_run")}
-    train, *resumed = [json.loads(text) for (text,) in found]
+    train, *resumed = [json.loads(text) for (text,) in rows]
     settings = [f"trainer.steps={STEPS}", "eval.num_prompts=0", *SMALL]
     assert (train["preset"], train["overrides"], train["resume"]) == ("quickstart", settings, "")
-    assert [one["resume"] for one in resumed] == [f"file://{run}"] * 3
+    assert [parameters["resume"] for parameters in resumed] == [f"file://{run}"] * 3
     assert "trainer" in tasks
     assert "preflight" not in tasks
 

@@ -192,12 +192,12 @@ def test_a_crash_after_each_single_write_changes_nothing(kind, clean, tmp_path, 
     root = request.getfixturevalue("s3_url") if kind == "s3" else str(tmp_path)
     crashed = f"{root}/order-crashed-{kind}"
     assert run(crashed, tmp_path / "crashed.log", CRASHES) == list(CRASHES)
-    expected, found = commits_of(clean), commits_of(crashed)
-    assert sorted(found) == sorted(expected) == list(range(STEPS + 1))
+    expected, actual = commits_of(clean), commits_of(crashed)
+    assert sorted(actual) == sorted(expected) == list(range(STEPS + 1))
     assert trained_rows(crashed) == trained_rows(clean)
     for step in range(1, STEPS + 1):
-        assert found[step].metrics["train/loss"] == expected[step].metrics["train/loss"], f"step {step}"
-        assert found[step].weights_sha256 == expected[step].weights_sha256, f"step {step}"
+        assert actual[step].metrics["train/loss"] == expected[step].metrics["train/loss"], f"step {step}"
+        assert actual[step].weights_sha256 == expected[step].weights_sha256, f"step {step}"
     for url in (clean, crashed):
         assert assert_closes(url)["groups"]["trained"] == STEPS * 4
     epochs = [record for record in read_epochs(open_store(crashed)) if record.role == "trainer"]

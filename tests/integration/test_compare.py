@@ -43,15 +43,18 @@ def assert_mlflow_shows(root: Path, document: dict) -> None:
     (parent,) = client.search_runs([experiment], "tags.`pipelinerl.run_id` LIKE 'quickstart-%'")
     runs = client.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
     tags = ("arm", "seed", "schedule", "engine", "preset", "comparison")
-    found = sorted(tuple(run.data.tags[name] for name in tags) for run in runs)
-    assert found == [(arm, "0", "pipeline", "embedded", "quickstart", "quickstart") for arm in ("drain", "keep")]
+    run_tags = sorted(tuple(run.data.tags[name] for name in tags) for run in runs)
+    assert run_tags == [(arm, "0", "pipeline", "embedded", "quickstart", "quickstart") for arm in ("drain", "keep")]
     assert "keep/time_to_target_seconds" in parent.data.metrics
     assert {"comparison.json", "comparison.svg"} <= {file.path for file in client.list_artifacts(parent.info.run_id)}
     for run in runs:
-        steps = {one.step for one in client.get_metric_history(run.info.run_id, "eval/accuracy")}
+        steps = {point.step for point in client.get_metric_history(run.info.run_id, "eval/accuracy")}
         for axis in ("samples", "tokens", "seconds"):
-            assert steps <= {one.step for one in client.get_metric_history(run.info.run_id, f"progress/{axis}")}
-        assert {one.dataset.name for one in run.inputs.dataset_inputs} == {"sums", "sums-held-out"}
+            assert steps <= {point.step for point in client.get_metric_history(run.info.run_id, f"progress/{axis}")}
+        assert {dataset_input.dataset.name for dataset_input in run.inputs.dataset_inputs} == {
+            "sums",
+            "sums-held-out",
+        }
         table = client.download_artifacts(run.info.run_id, "rollouts.json", str(root))
         rows = json.loads(Path(table).read_text())["data"]
         assert len({(row[0], row[-3]) for row in rows}) == len(rows) > 8, "no row comes twice"

@@ -44,7 +44,7 @@ class Stack:
 
     def here(self, text: str) -> str:
         """A value of compose.yaml as it is on this machine."""
-        text = re.sub(r"\$\{(\w+)(?::[-?][^}]*)?\}", lambda found: SECRETS.get(found[1], ""), text)
+        text = re.sub(r"\$\{(\w+)(?::[-?][^}]*)?\}", lambda match: SECRETS.get(match[1], ""), text)
         for name, port in PORTS.items():
             text = re.sub(rf"\b{name}:{port}\b", f"127.0.0.1:{self.ports[name]}", text)
         return text

@@ -60,8 +60,8 @@ def test_a_prefect_server_that_dies_after_the_last_commit_fails_no_run(prefect, 
 
 def mlflow_runs(database: Path) -> list[tuple[str, str]]:
     """Name and status of every MLflow run."""
-    with closing(sqlite3.connect(database)) as found:
-        return found.execute("select name, status from runs").fetchall()
+    with closing(sqlite3.connect(database)) as connection:
+        return connection.execute("select name, status from runs").fetchall()
 
 
 @pytest.mark.parametrize("kind", ["a directory", pytest.param("s3", marks=[pytest.mark.s3, pytest.mark.campaign])])

@@ -33,8 +33,8 @@ def answer(place: Path, *arguments: str) -> dict[str, Any]:
             command, cwd=place, env=environment, stdout=subprocess.PIPE, stderr=log, timeout=600, check=False
         )
     assert done.returncode == 0, (arguments, (place / "log").read_text()[-3000:], done.stdout[-3000:])
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
 
 
 def assert_replays(place: Path, num_steps: int) -> None:

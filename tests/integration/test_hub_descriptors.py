@@ -48,8 +48,8 @@ class FewDescriptors:
     def num_descriptors(self) -> int:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
-    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        wait_for(condition, f"{what}, {self.run / 'hub.log'}", SECONDS, process=self.process)
+    def wait_for(self, condition: Callable[[], bool], description: str) -> None:
+        wait_for(condition, f"{description}, {self.run / 'hub.log'}", SECONDS, process=self.process)
 
     def wait_for_beats(self, count: int) -> None:
         """hub.json is written so many times from now on."""
@@ -95,5 +95,5 @@ def test_bare_connections_stop_neither_the_heartbeat_nor_present_clients_and_new
         except HubUnavailable:
             assert time.monotonic() < deadline
             time.sleep(0.2)
-    for one in (client, late):
-        one.close()
+    for connected in (client, late):
+        connected.close()

@@ -111,7 +111,7 @@ def test_a_model_that_does_not_exist_is_one_line(hub):
     assert "\n" not in str(caught.value)
 
 
-def test_without_a_network_one_line_says_what_to_set(tmp_path, monkeypatch):
+def test_without_a_network_the_error_is_one_line_that_names_the_keys_to_set(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)

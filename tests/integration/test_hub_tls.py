@@ -48,8 +48,8 @@ def test_groups_go_through(server):
         actor.request(Group(lease_id="x", ref=group_ref(rollouts)), encode_rollouts("run", rollouts))
         assert trainer.request(Reserve(step=1, epoch=1)).is_ready
         ((_, rows),) = trainer.request_rows(Rows(step=1, groups=((3, 0),)))
-    for found, sent in zip(decode_rollouts(rows), rollouts, strict=True):
-        assert found.completion_token_ids.tolist() == sent.completion_token_ids.tolist()
+    for received, sent in zip(decode_rollouts(rows), rollouts, strict=True):
+        assert received.completion_token_ids.tolist() == sent.completion_token_ids.tolist()
 
 
 def test_the_token_is_asked_for_as_ever(server):
@@ -74,7 +74,7 @@ def test_a_client_without_tls_is_refused(server):
 
 
 @pytest.mark.parametrize("is_tls", [True, False])
-def test_a_hub_for_other_hosts_warns_without_tls_and_writes_its_key_nowhere_with_it(tmp_path, is_tls):
+def test_a_hub_for_other_hosts_warns_without_tls_and_with_tls_writes_its_key_nowhere(tmp_path, is_tls):
     url, log = f"file://{tmp_path}/run", tmp_path / "hub.log"
     make_run(url, f"placement.hub_tls={is_tls}", "placement.hub_host=0.0.0.0")
     with role("hub", url, log):
@@ -91,12 +91,12 @@ def record_of(tmp_path: Path, boot: str = "") -> HubRecord:
     """hub.json of the hub after `boot`."""
     path = tmp_path / "run" / "hub.json"
 
-    def found() -> HubRecord | None:
+    def newer_record() -> HubRecord | None:
         record = HubRecord.model_validate_json(path.read_text()) if path.exists() else None
         return record if record is not None and record.boot_id != boot else None
 
-    wait_for(lambda: found() is not None, "hub.json")
-    record = found()
+    wait_for(lambda: newer_record() is not None, "hub.json")
+    record = newer_record()
     assert record is not None
     return record
 

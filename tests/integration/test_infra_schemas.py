@@ -83,10 +83,10 @@ def test_docker_compose_resolves_the_files_together(tools, tmp_path):
     settings = tmp_path / "env"
     settings.write_text((INFRA / ".env.example").read_text().replace("=\n", "=secret\n"))
     files = ["--file", old, "--file", INFRA / "compose.gpu.yaml"]
-    found = yaml.safe_load(
+    document = yaml.safe_load(
         run(tools, "docker-compose", "--project-directory", INFRA, "--env-file", settings, *files, "config")
     )
-    actors = found["services"]["actors"]
+    actors = document["services"]["actors"]
     assert (actors["image"], actors["environment"]["CUDA_VISIBLE_DEVICES"]) == ("pipelinerl-actor:0.1.0", "0")
     assert actors["environment"]["AWS_SECRET_ACCESS_KEY"] == "secret", "the override adds to what the file says"
     assert actors["stop_grace_period"] == "45s"
@@ -106,7 +106,7 @@ def test_manifests_fit_the_schemas_of_kubernetes(tools):
     ("pool", "role", "gpus", "shared"),
     [("control", None, 0, "1Gi"), ("trainers", "trainer", 4, "2Gi"), ("actors", "actor", 2, "31Gi")],
 )
-def test_the_job_of_a_pool_is_what_kubernetes_takes_and_operators_ask_for(
+def test_the_job_of_a_pool_is_valid_for_kubernetes_and_has_the_settings_of_operators(
     tools, server_packages, tmp_path, pool, role, gpus, shared
 ):
     """With the variables of a run of 7 B parameters, as the train flow gives them."""

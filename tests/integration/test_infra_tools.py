@@ -34,7 +34,7 @@ def promtool():
     "arguments",
     [["check", "config", "prometheus.yml"], ["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]],
 )
-def test_the_tool_accepts_it(promtool, arguments):
+def test_promtool_accepts_the_files(promtool, arguments):
     done = subprocess.run(
         [promtool, *arguments], cwd=PROMETHEUS, capture_output=True, text=True, timeout=60, check=False
     )
@@ -79,7 +79,7 @@ def test_prometheus_finds_the_roles_through_the_page_and_scrapes_them(promtool, 
         monitor.heartbeat("computing step 3")
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            found = wait_for(
+            all_series = wait_for(
                 lambda: ask(port, "query?query=pipelinerl_role_healthy").get("result"), "a scrape of the role"
             )
         finally:
@@ -87,7 +87,7 @@ def test_prometheus_finds_the_roles_through_the_page_and_scrapes_them(promtool, 
             process.wait(timeout=10)
             server.shutdown()
             server.server_close()
-    (series,) = found
+    (series,) = all_series
     assert series["value"][1] == "1"
     labels = series["metric"]
     assert (labels["run"], labels["role"], labels["name"]) == (run.run_id, "trainer", "trainer")

@@ -101,7 +101,7 @@ def common(tmp_path_factory):
 
 
 def run_ranks(ranks, cases, common, out, **environment):
-    cases = [{**one, "overrides": [*common, *one["overrides"]]} for one in cases]
+    cases = [{**rank_case, "overrides": [*common, *rank_case["overrides"]]} for rank_case in cases]
     (out / "cases.json").write_text(json.dumps(cases))
     return subprocess.run(
         [sys.executable, "-m", "tests.integration.rank_cases", str(ranks), str(out / "cases.json"), str(out)],
@@ -117,7 +117,7 @@ def run_cases(ranks, cases, common, out):
 
 
 @pytest.fixture(scope="module")
-def found(common, tmp_path_factory):
+def outcomes(common, tmp_path_factory):
     """What every case ended with."""
     out = tmp_path_factory.mktemp("ranks")
     return run_cases(2, TWO_RANKS + REFUSALS, common, out) | run_cases(1, ONE_RANK, common, out)
@@ -158,7 +158,7 @@ KINDS = (
 
 
 @pytest.fixture(scope="module")
-def wanted(common, found):
+def wanted(common, outcomes):
     """What a case must end with after step 1 or 2: the torch learner alone, in bfloat16 on the same packs."""
     results = {}
     for kind, more in KINDS:
@@ -169,14 +169,14 @@ def wanted(common, found):
             published = {f"published.{name}": tensor for name, tensor in learner.weights().items()}
             results[kind, step] = learner.state()[0] | published, {"steps": stats}
     # In bfloat16 other packs give other gradients, in the third digit.
-    return results | {("bfloat16", 1): found["bf16_torch"], ("bfloat16", 2): found["bf16_torch_twice"]}
+    return results | {("bfloat16", 1): outcomes["bf16_torch"], ("bfloat16", 2): outcomes["bf16_torch_twice"]}
 
 
-@pytest.mark.parametrize("one", [*TWO_RANKS, *ONE_RANK], ids=lambda one: one["name"])
-def test_a_step_is_that_of_the_torch_learner(one, found, wanted):
-    tensors, told = found[one["name"]]
-    step = one["steps"][-1]
-    prefix = one["name"].partition("_")[0]
+@pytest.mark.parametrize("rank_case", [*TWO_RANKS, *ONE_RANK], ids=lambda rank_case: rank_case["name"])
+def test_a_step_is_that_of_the_torch_learner(rank_case, outcomes, wanted):
+    tensors, told = outcomes[rank_case["name"]]
+    step = rank_case["steps"][-1]
+    prefix = rank_case["name"].partition("_")[0]
     kind = "bfloat16" if prefix == "bf16" else prefix if prefix in dict(KINDS) else "float32"
     state, told_wanted = wanted[kind, step]
     assert tensors.keys() == state.keys()
@@ -205,10 +205,10 @@ def test_a_step_is_that_of_the_torch_learner(one, found, wanted):
 
 
 @pytest.mark.parametrize("name", REFUSING)
-def test_a_refused_step_changes_no_bit(name, found):
+def test_a_refused_step_changes_no_bit(name, outcomes):
     """On two ranks, each refusal is by both ranks; the steps before and after are as without the refusals."""
-    state, told = found[f"{name}_refused"]
-    wanted, told_wanted = found[f"{name}_undisturbed"]
+    state, told = outcomes[f"{name}_refused"]
+    wanted, told_wanted = outcomes[f"{name}_undisturbed"]
     assert state.keys() == wanted.keys()
     for key, tensor in wanted.items():
         assert torch.equal(state[key], tensor), key
@@ -222,7 +222,9 @@ def test_a_refused_step_changes_no_bit(name, found):
     assert told["values"]["version"] == 2
 
 
-def test_every_rank_adds_its_share(found):
+def test_every_rank_adds_its_share(outcomes):
     """All cases score the same rollouts with nearly the same weights, whoever computes them."""
-    scores = {told["scored"] for name, (_, told) in found.items() if name in ("torch", *(f"zero{s}" for s in STAGES))}
+    scores = {
+        told["scored"] for name, (_, told) in outcomes.items() if name in ("torch", *(f"zero{s}" for s in STAGES))
+    }
     assert max(scores) - min(scores) < 1e-3

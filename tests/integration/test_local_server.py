@@ -31,18 +31,18 @@ def answers(url: str) -> bool:
 
 def servers_under(directory: Path) -> list[psutil.Process]:
     """Prefect server processes whose database is below a directory."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             is_server = "prefect" in process.cmdline() and "server" in process.cmdline()
             if is_server and str(directory) in process.environ().get("PREFECT_HOME", ""):
-                found.append(process)
+                processes.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-    return found
+    return processes
 
 
-def test_it_answers_inside_the_block_and_is_gone_after_it(tmp_path):
+def test_the_server_answers_inside_the_block_and_is_gone_after_the_block(tmp_path):
     with local_server(f"file://{tmp_path}") as url:
         assert answers(url)
         assert len(servers_under(tmp_path)) == 1
@@ -67,10 +67,10 @@ def test_a_web_page_of_another_origin_can_neither_read_nor_change_anything(tmp_p
         request = Request(f"{url}{path}", None, headers, method=method)
         try:
             with urlopen(request, timeout=60) as answer:
-                found = answer.headers
+                answer_headers = answer.headers
         except HTTPError as error:
-            found = error.headers
-        return found["Access-Control-Allow-Origin"]
+            answer_headers = error.headers
+        return answer_headers["Access-Control-Allow-Origin"]
 
     with local_server(f"file://{tmp_path}") as url:
         own, evil = url.removesuffix("/api"), "http://evil.example"
@@ -115,7 +115,7 @@ def test_two_commands_on_one_root_do_not_share_a_database(tmp_path):
         assert len(servers_under(tmp_path)) == 1
 
 
-def test_it_dies_with_a_parent_that_is_killed(tmp_path):
+def test_the_server_ends_when_its_parent_is_killed(tmp_path):
     program = (
         "import sys, time\nfrom pipelinerl.flows.cli.local_server import local_server\n"
         f"with local_server('file://{tmp_path}') as url:\n    print(url, flush=True)\n    time.sleep(60)"

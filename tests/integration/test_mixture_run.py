@@ -67,7 +67,9 @@ def make_mixture(directory, url):
     """A run with the mixture of the page and a part whose episodes raise or end their process."""
     for name, text in (("own.py", example("python")), ("broken.py", BROKEN), ("mine.toml", example("toml"))):
         (directory / name).write_text(text)
-    rows = [f'{{"prompt": "{one}+{other}=", "answer": {one + other}}}' for one in range(8) for other in range(8)]
+    rows = [
+        f'{{"prompt": "{first}+{other}=", "answer": {first + other}}}' for first in range(8) for other in range(8)
+    ]
     (directory / "own.jsonl").write_text("\n".join(rows))
     files = [
         f"mixture.own.prompts.path={directory}/own.jsonl",

@@ -11,11 +11,11 @@ from tests.waiting import wait_for
 
 def affinity(process):
     """Cores of every thread of a process, as a set of sets."""
-    found = set()
+    core_sets = set()
     for thread in os.listdir(f"/proc/{process.pid}/task"):
         with contextlib.suppress(ProcessLookupError):  # it has ended
-            found.add(frozenset(os.sched_getaffinity(int(thread))))
-    return found
+            core_sets.add(frozenset(os.sched_getaffinity(int(thread))))
+    return core_sets
 
 
 @pytest.mark.slow

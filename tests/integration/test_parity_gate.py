@@ -37,13 +37,13 @@ def sample(config, start) -> list[Rollout]:
     async def generate() -> list[Rollout]:
         engine, codec = await start(), build_codec(config)
 
-        async def one(index: int) -> Rollout:
+        async def sample_rollout(index: int) -> Rollout:
             prompt = codec.encode(build_source(config).prompt(index))
             request = engine_request(str(index), prompt=prompt, max_tokens=32, seed=index, temperature=TEMPERATURE)
             return as_rollout(prompt, await completion_of(engine, request))
 
         try:
-            return list(await asyncio.gather(*(one(index) for index in range(40))))
+            return list(await asyncio.gather(*(sample_rollout(index) for index in range(40))))
         finally:
             await engine.close()
 

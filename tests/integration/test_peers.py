@@ -56,11 +56,11 @@ def gradient_of(model):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-def assert_equal_gradients(found, expected):
-    assert found.keys() == expected.keys()
+def assert_equal_gradients(actual, expected):
+    assert actual.keys() == expected.keys()
     assert torch.cat([grad.flatten() for grad in expected.values()]).norm() > 1e-3
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5 * gradient.abs().max().item() + 1e-7)
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-3, atol=1e-5 * gradient.abs().max().item() + 1e-7)
 
 
 @pytest.mark.slow

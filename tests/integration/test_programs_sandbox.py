@@ -118,7 +118,7 @@ def executed(choice, *programs, limits=LIMITS, **request):
     return results
 
 
-def test_what_a_program_needs_works(choice):
+def test_input_imports_and_exits_work_in_the_sandbox(choice):
     read_twice = "print(repr(input()), repr(__import__('sys').stdin.read()), repr(__import__('sys').stdin.read()))"
     uses, reads, imports, exits = executed(
         choice,
@@ -149,15 +149,15 @@ def test_attempts_to_leave_the_sandbox_are_refused(choice, tmp_path):
     os.chmod(tmp_path, 0o755)
     values = repr((str(secret), str(ROOT), os.getpid()))
     programs = [ATTEMPT.format(values=values, attempt=attempt) for attempt in REFUSED.values()]
-    found = dict(zip(REFUSED, executed(choice, *programs), strict=True))
-    assert {name: done.output for name, done in found.items()} == dict.fromkeys(REFUSED, "refused\n")
+    results = dict(zip(REFUSED, executed(choice, *programs), strict=True))
+    assert {name: done.output for name, done in results.items()} == dict.fromkeys(REFUSED, "refused\n")
     assert not Path("/tmp/marker").exists()
 
 
-def test_limits_end_a_program_and_the_next_one_runs(choice):
+def test_limits_end_a_program_and_the_next_program_runs(choice):
     programs = [program for program, _, _ in LIMITED.values()]
-    *found, last = executed(choice, *programs, "print('alive')", limits=replace(LIMITS, wall_seconds=5))
-    for name, (_, exit_code, error), done in zip(LIMITED, LIMITED.values(), found, strict=True):
+    *results, last = executed(choice, *programs, "print('alive')", limits=replace(LIMITS, wall_seconds=5))
+    for name, (_, exit_code, error), done in zip(LIMITED, LIMITED.values(), results, strict=True):
         assert (exit_code is None and done.exit_code != 0) or done.exit_code == exit_code, (name, done)
         assert error in done.errors, (name, done)
         assert len(done.output) <= LIMITS.output_bytes
@@ -183,9 +183,9 @@ def test_a_program_finds_nothing_of_earlier_programs(choice):
         finally:
             sandbox.close()
 
-    first, found = asyncio.run(main())
+    first, second = asyncio.run(main())
     assert first.output == f"{mark} {mark}\n"
-    assert found.output == "False 0 None\n", found.errors
+    assert second.output == "False 0 None\n", second.errors
 
 
 def test_a_program_is_not_root_in_bubblewrap_and_has_no_capabilities(choice):
@@ -201,7 +201,7 @@ def test_a_program_is_not_root_in_bubblewrap_and_has_no_capabilities(choice):
         assert int(done.output.split()[-1]) != 0
 
 
-def test_a_cancelled_execution_does_not_answer_the_next_one(choice):
+def test_a_cancelled_execution_does_not_answer_the_next_execution(choice):
     async def main():
         sandbox = ProgramSandbox(LIMITS, choice)
         try:
@@ -216,12 +216,12 @@ def test_a_cancelled_execution_does_not_answer_the_next_one(choice):
     assert asyncio.run(main()) == "second\n"
 
 
-def test_an_ended_sandbox_is_an_error_and_a_missing_one_is_named(choice, monkeypatch):
+def test_an_ended_sandbox_is_an_error_and_a_missing_sandbox_is_named(choice, monkeypatch):
     async def main():
         sandbox = ProgramSandbox(LIMITS, choice)
         main_process = psutil.Process(sandbox._process.pid)
-        for one in (*main_process.children(recursive=True), main_process):
-            one.kill()
+        for member in (*main_process.children(recursive=True), main_process):
+            member.kill()
         try:
             with pytest.raises(SandboxEnded):
                 await sandbox.run("print(1)")
@@ -302,18 +302,18 @@ OVERRIDES = ["prompts.kind=file", "prompts.path=rows.jsonl"]
 
 
 def components(result):
-    return {one.name: one.value for one in result.score.components}
+    return {component.name: component.value for component in result.score.components}
 
 
 def test_known_ways_to_cheat_earn_nothing(choice):
-    found = played(
+    results = played(
         None,
         *(ScriptedHost(reply) for reply in REPLIES),
         tasks=[task for task, _, _ in REPLIES.values()],
         overrides=[*OVERRIDES, f"environment.options.sandbox={choice}"],
         path="builtin:code",
     )
-    for reply, (_, solved, passed), result in zip(REPLIES, REPLIES.values(), found, strict=True):
+    for reply, (_, solved, passed), result in zip(REPLIES, REPLIES.values(), results, strict=True):
         values = components(result)
         assert (values["solved"], values["passed"]) == (solved, pytest.approx(passed)), (reply, values)
 
@@ -337,8 +337,8 @@ def test_after_the_end_of_the_sandbox_the_episode_is_played_in_a_new_process():
     async def work(pool):
         first = await pool.play(ADD, 1, hosts[0])
         (process,) = set(psutil.Process().children()) - others
-        for one in process.children(recursive=True):
-            one.kill()
+        for child in process.children(recursive=True):
+            child.kill()
         return first, await pool.play(ADD, 2, hosts[1])
 
     first, second = run(None, work, *OVERRIDES, path="builtin:code")
@@ -346,7 +346,7 @@ def test_after_the_end_of_the_sandbox_the_episode_is_played_in_a_new_process():
     assert (hosts[0].restarts, hosts[1].restarts) == (0, 1)
 
 
-def test_the_process_says_what_isolates_the_programs(monkeypatch, caplog):
+def test_the_process_names_the_isolation_of_the_programs(monkeypatch, caplog):
     """The fallback is never silent: the check before the start prints the note, and the actor logs it."""
     caplog.set_level("INFO")
 
@@ -379,11 +379,11 @@ def test_the_example_of_the_page_makes_rows_and_its_reply_solves_the_first(tmp_p
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=60)
     rows = [json.loads(line) for line in (tmp_path / "programs.jsonl").read_text().splitlines()]
     assert len(rows) == 40
-    found = played(
+    results = played(
         None, ScriptedHost(reply), ScriptedHost(reply), tasks=[rows[0], rows[-1]], overrides=OVERRIDES,
         path="builtin:code",
     )  # fmt: skip
-    assert [components(result)["solved"] for result in found] == [1.0, 0.0]
+    assert [components(result)["solved"] for result in results] == [1.0, 0.0]
 
 
 def test_the_command_of_the_page_trains_a_small_model(tmp_path):

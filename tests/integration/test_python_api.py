@@ -48,7 +48,7 @@ def test_the_notebook_trains_reads_and_exports_a_run(shown):
     row = names["rows"].iloc[0]
     assert row["prompt"][:1].isdigit()
     assert (names["directory"] / "config.json").is_file()
-    assert [one["version"] for one in names["run"].evaluations()] == [0, 12]
+    assert [evaluation["version"] for evaluation in names["run"].evaluations()] == [0, 12]
 
 
 def test_rollouts_are_read_by_step_and_without_text(shown):

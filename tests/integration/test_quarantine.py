@@ -50,8 +50,8 @@ class FaultyLearner:
     def step(self, rows):
         groups = [row.rollout.group_id for row in rows]
         self._on_step(self._learner.version + 1, groups)
-        found = [replace(row, advantage=math.nan) if row.rollout.group_id in self._bad else row for row in rows]
-        return self._learner.step(found)
+        faulty_rows = [replace(row, advantage=math.nan) if row.rollout.group_id in self._bad else row for row in rows]
+        return self._learner.step(faulty_rows)
 
     def __getattr__(self, name):
         return getattr(self._learner, name)
@@ -116,8 +116,8 @@ def run(url, log, crashes, *, restarts_hub=False):
             assert actor.wait(timeout=60) == 0
     finally:
         stop.set()
-        for one in hubs:
-            one.__exit__(None, None, None)
+        for running_hub in hubs:
+            running_hub.__exit__(None, None, None)
         shutil.rmtree(shm_directory(Path(url).name), ignore_errors=True)
     assert len(hubs) == 1 + restarts_hub
 
@@ -127,13 +127,13 @@ def test_a_quarantine_survives_crashes_and_a_restart_of_the_hub_bit_for_bit(tmp_
     clean, crashed = str(tmp_path / "quarantine-clean"), str(tmp_path / "quarantine-crashed")
     run(clean, tmp_path / "clean.log", [])
     run(crashed, tmp_path / "crashed.log", CRASHES.values(), restarts_hub=True)
-    expected, found = commits_of(clean), commits_of(crashed)
-    assert sorted(found) == sorted(expected) == list(range(STEPS + 1))
+    expected, actual = commits_of(clean), commits_of(crashed)
+    assert sorted(actual) == sorted(expected) == list(range(STEPS + 1))
     assert trained_rows(crashed) == trained_rows(clean)
     for step in range(1, STEPS + 1):
-        assert found[step].metrics["train/loss"] == expected[step].metrics["train/loss"], f"step {step}"
-        assert found[step].weights_sha256 == expected[step].weights_sha256, f"step {step}"
-    for url, commits in ((clean, expected), (crashed, found)):
+        assert actual[step].metrics["train/loss"] == expected[step].metrics["train/loss"], f"step {step}"
+        assert actual[step].weights_sha256 == expected[step].weights_sha256, f"step {step}"
+    for url, commits in ((clean, expected), (crashed, actual)):
         document = assert_closes(url)
         assert (document["groups"]["trained"], document["groups"]["quarantined"]) == (STEPS * 4, 16)
         assert len(document["quarantined"]) >= 4
@@ -152,10 +152,12 @@ def check_objects(url):
     store, config = open_store(url), open_run(url).config
     keys = sorted(store.list("quarantined"))
     rows = {key: [row for part in from_segment(store.get(key)) for row in decode_batch(part)] for key in keys}
-    assert [sorted({row.rollout.group_id for row in found}) for found in rows.values()] == [
+    assert [sorted({row.rollout.group_id for row in step_rows}) for step_rows in rows.values()] == [
         [4, 5, 6, 7], [12, 13, 14, 15], [16, 17, 18, 19], [24, 25, 26, 27],
     ]  # fmt: skip
-    assert all(math.isfinite(row.advantage) for found in rows.values() for row in found)  # as before the learner
+    assert all(
+        math.isfinite(row.advantage) for step_rows in rows.values() for row in step_rows
+    )  # as before the learner
     removed = collect(store, config, with_rollouts=True, dry_run=False, now=True)
     assert not any(key.startswith("quarantined/") for names in removed.values() for key in names)
     assert_closes(url)

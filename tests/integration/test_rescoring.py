@@ -31,10 +31,10 @@ EXPEL = ("trainer.rescore_alarm=expel", "schedule.max_lag=1")
 def named(url: str) -> dict[int, set[str]]:
     """Step -> names of the actors under alarm."""
     store = open_store(url)
-    found = {step: read_commit(store, key) for step, key in counted_commit_keys(store).items()}
+    commits = {step: read_commit(store, key) for step, key in counted_commit_keys(store).items()}
     return {
-        step: {ActorKey.parse(actor).name for actor, one in commit.rescored.items() if one.alarm}
-        for step, commit in found.items()
+        step: {ActorKey.parse(actor).name for actor, comparison in commit.rescored.items() if comparison.alarm}
+        for step, commit in commits.items()
     }
 
 

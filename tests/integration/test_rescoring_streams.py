@@ -87,11 +87,11 @@ class Recording:
     async def record(self) -> Streams:
         """Kind -> version -> rollouts."""
         hot = load_config("quickstart", [f"model.dtype={self._config.dtype}", "rollouts.temperature=1.05"])
-        found: Streams = {"healthy": [], **{kind: [] for kind in TARGETS}}
+        streams: Streams = {"healthy": [], **{kind: [] for kind in TARGETS}}
         for version in range(STEPS + 1):
             newest = self._past[-1]
             groups = await self._sample(newest, 48)
-            found["healthy"].append(self._differences(groups))
+            streams["healthy"].append(self._differences(groups))
             if version >= FIRST:
                 layer = {name: old if ".layers.1." in name else newest[name] for name, old in self._past[-4].items()}
                 faults = [
@@ -100,12 +100,12 @@ class Recording:
                     await self._sample(newest, 16, hot),
                 ]
                 for kind, sampled in zip(TARGETS, faults, strict=True):
-                    found[kind].append(self._differences(sampled))
+                    streams[kind].append(self._differences(sampled))
             stamped = [[restamped(rollout, version) for rollout in group] for group in groups]
             self._learner.step(assemble_rows(version + 1, stamped, self._config).rows)
             self._past.append(self._weights())
         await self._engine.close()
-        return found
+        return streams
 
 
 def restamped(rollout: Rollout, version: int) -> Rollout:
@@ -149,9 +149,9 @@ def test_a_fault_is_an_alarm_soon_and_its_end_ends_the_alarm(recorded, kind):
         wrong = streams[kind][start % len(streams[kind])]
         shuffled = [wrong[index] for index in rng.permutation(len(wrong))]
         stream = [*comparisons(shuffled, rng, limit), *comparisons(healthy, rng, 12)]
-        found = list(alarms(dtype, streams["healthy"][0], iter(stream)))
-        assert any(found[:limit]), (kind, start)
-        assert not found[-1], (kind, start)
+        alarmed = list(alarms(dtype, streams["healthy"][0], iter(stream)))
+        assert any(alarmed[:limit]), (kind, start)
+        assert not alarmed[-1], (kind, start)
 
 
 def test_ten_thousand_healthy_comparisons_raise_no_alarm(recorded):

@@ -106,7 +106,7 @@ def test_a_function_over_its_deadline_gives_reward_0(configured):
     assert scores(configured("mine.py:slow"), "") == [0.0]
 
 
-def test_a_sound_function_passes_the_check_and_what_it_raises_is_a_warning(configured):
+def test_a_sound_function_passes_the_check_and_its_exceptions_are_warnings(configured):
     other, empty = check_reward(configured("mine.py:score"))
     assert "with the completion '' raised JSONDecodeError: " in empty
     assert "(mine.py:5)" in other

@@ -295,7 +295,9 @@ def test_an_evaluation_without_a_result_is_a_wrong_answer_and_counted(make_score
     lost = []
     scorer = make_scorer("apart", timeout=2.0, count_lost=lost.append)
     texts = [text for text, _ in ENDS.values()]
-    results = scored(scorer, task, [one for text in texts for one in (text, "reward = 1.0", "reward = 0.25")])
+    results = scored(
+        scorer, task, [completion for text in texts for completion in (text, "reward = 1.0", "reward = 0.25")]
+    )
     assert results[1::3] == [1.0] * len(texts)
     assert results[2::3] == [0.25] * len(texts)
     assert dict(zip(ENDS, results[::3], strict=True)) == dict.fromkeys(ENDS, 0.0)
@@ -306,9 +308,11 @@ def test_an_evaluation_without_a_result_is_a_wrong_answer_and_counted(make_score
     }
 
 
-def test_what_an_evaluation_changes_is_gone_with_it(make_scorer, task):
+def test_changes_of_an_evaluation_do_not_reach_later_evaluations(make_scorer, task):
     scorer = make_scorer("apart")
-    results = scored(scorer, task, [one for patch in PATCHES for one in (patch, "reward = 1.0", "reward = 0.25")])
+    results = scored(
+        scorer, task, [completion for patch in PATCHES for completion in (patch, "reward = 1.0", "reward = 0.25")]
+    )
     assert results[1::3] == [1.0] * len(PATCHES)
     assert results[2::3] == [0.25] * len(PATCHES)
 
@@ -325,7 +329,7 @@ def test_memory_and_nesting_are_limited(make_scorer, task):
     assert ok == 1.0
 
 
-def test_what_an_evaluation_prints_goes_nowhere(make_scorer, task, capfd):
+def test_output_of_an_evaluation_is_discarded(make_scorer, task, capfd):
     flood = "for _ in range(1000):\n    print('x' * 100_000)\n    os.write(2, b'y' * 100_000)\nreward = 0.5"
     assert scored(make_scorer("apart"), task, [flood, "reward = 1.0"]) == [0.5, 1.0]
     assert "xxx" not in "".join(capfd.readouterr())

@@ -94,12 +94,12 @@ def prompt(tmp_path):
 
 def scoring_children():
     """Scoring processes below this one; servers of other tests do not count."""
-    found = []
+    children = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
             if child.status() != psutil.STATUS_ZOMBIE and "pipelinerl_core.rewards.worker" in child.cmdline():
-                found.append(child)
-    return found
+                children.append(child)
+    return children
 
 
 def run(scorer, *texts, prompt):
@@ -122,7 +122,7 @@ def started(prompt, text):
         return log.read().splitlines().count(text)
 
 
-def test_rewards_come_back_to_those_who_asked():
+def test_each_reward_returns_to_its_caller():
     config = build_config({})
     source = build_source(config)
     prompts = [source.prompt(index) for index in range(200)]
@@ -132,7 +132,7 @@ def test_rewards_come_back_to_those_who_asked():
         try:
             right = [scorer.score(prompt, "." + prompt.task["answer"]) for prompt in prompts[::2]]
             wrong = [scorer.score(prompt, ".1" + prompt.task["answer"]) for prompt in prompts[1::2]]
-            return await asyncio.gather(*(one for pair in zip(right, wrong, strict=True) for one in pair))
+            return await asyncio.gather(*(scoring for pair in zip(right, wrong, strict=True) for scoring in pair))
         finally:
             await scorer.close()
 
@@ -275,7 +275,7 @@ def test_a_reply_that_is_no_answer_ends_the_process_and_nothing_else(make_scorer
     assert others == [1.0, 0.0]
 
 
-def test_a_reply_to_what_was_not_asked_yet_ends_the_process_and_is_forgotten(make_scorer, prompt):
+def test_a_reply_to_a_later_request_ends_the_process_and_is_ignored(make_scorer, prompt):
     scorer = make_scorer()
 
     async def main():
@@ -293,7 +293,7 @@ def test_a_child_gets_no_credentials(make_scorer, prompt, monkeypatch):
     assert run(make_scorer(), "secret", prompt=prompt) == [0.0]
 
 
-def test_closing_ends_a_busy_child_and_what_waits_for_it(make_scorer, prompt):
+def test_closing_ends_a_busy_child_and_the_scorings_that_wait_for_the_child(make_scorer, prompt):
     scorer = make_scorer()
 
     async def main():

@@ -48,18 +48,18 @@ def test_a_run_on_s3_leaves_the_documented_layout(s3_url, rclone_server, tmp_pat
     assert names >= {"run.json", "epochs", "rollouts", "batches", "weights", "checkpoints", "commits", "evals"}
     assert names >= {"report.json", "report.html", "weights.parquet", "hub.json"}
 
-    evaluations = {(one["set"], one["version"]): one for one in report["evaluations"]}
+    evaluations = {(evaluation["set"], evaluation["version"]): evaluation for evaluation in report["evaluations"]}
     assert {("", 0), ("", STEPS), ("long", 0), ("long", STEPS)} <= evaluations.keys()
-    assert [one["num_prompts"] for key, one in evaluations.items() if key[1] in (0, STEPS)] == [40] * 4
-    between = {key: one for key, one in evaluations.items() if 0 < key[1] < STEPS}
+    assert [evaluation["num_prompts"] for key, evaluation in evaluations.items() if key[1] in (0, STEPS)] == [40] * 4
+    between = {key: evaluation for key, evaluation in evaluations.items() if 0 < key[1] < STEPS}
     assert {version for _, version in between} <= {3, 6}
     own = {version for name, version in between if not name}
     assert own <= {version for name, version in between if name}, "the records of the sets come first"
-    for one in evaluations.values():
-        assert one["low"] <= one["accuracy"] <= one["high"] <= 1
-        assert one["accuracy"] <= one["best"] <= 1
-        assert one["version"] == one["last_version"], "an engine of its own pins the version"
-        assert (one["num_samples"], one["errors"]) == (2, 0)
+    for evaluation in evaluations.values():
+        assert evaluation["low"] <= evaluation["accuracy"] <= evaluation["high"] <= 1
+        assert evaluation["accuracy"] <= evaluation["best"] <= 1
+        assert evaluation["version"] == evaluation["last_version"], "an engine of its own pins the version"
+        assert (evaluation["num_samples"], evaluation["errors"]) == (2, 0)
     assert files.exists(f"{run}/evals/{STEPS:08d}.long.json")
 
     database = duckdb.connect()

@@ -81,13 +81,13 @@ def sampled_versions(url: str) -> dict[int, list[set[int]]]:
 def test_without_lag_the_deterministic_pipeline_is_the_synchronous_run_bit_for_bit(tmp_path, prepared_model):
     exact = ("engine.deterministic=true", "schedule.max_lag=0")
     pipeline, synchronous = str(tmp_path / "schedules-pipeline"), str(tmp_path / "schedules-synchronous")
-    found = train(pipeline, *exact)
+    actual = train(pipeline, *exact)
     expected = train(synchronous, *exact, "schedule.kind=conventional", "schedule.steps_per_phase=1")
     assert trained_rows(pipeline) == trained_rows(synchronous)  # tokens and log-probabilities among it
     for step in range(1, STEPS + 1):
-        assert found[step].metrics["train/loss"] == expected[step].metrics["train/loss"]
-        assert found[step].metrics["lag/max"] == expected[step].metrics["lag/max"] == 0
-    assert [c.weights_sha256 for c in found.values()] == [c.weights_sha256 for c in expected.values()]
+        assert actual[step].metrics["train/loss"] == expected[step].metrics["train/loss"]
+        assert actual[step].metrics["lag/max"] == expected[step].metrics["lag/max"] == 0
+    assert [c.weights_sha256 for c in actual.values()] == [c.weights_sha256 for c in expected.values()]
 
 
 def test_april_continues_unfinished_rollouts_under_the_next_weights_and_aborts_none(tmp_path, prepared_model):
@@ -106,7 +106,7 @@ def test_april_continues_unfinished_rollouts_under_the_next_weights_and_aborts_n
         assert {row["finish_reason"] for row in rows} <= {"stop", "length"}
 
 
-def test_a_conventional_run_announces_ends_of_phases_and_survives_its_trainer_in_the_middle_of_one(
+def test_a_conventional_run_announces_ends_of_phases_and_survives_a_trainer_killed_within_a_phase(
     tmp_path, prepared_model
 ):
     url, log = str(tmp_path / "schedules-conventional"), tmp_path / "log"

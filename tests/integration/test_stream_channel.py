@@ -1,4 +1,7 @@
-"""The channel between roles and hub: in one process, and with hub and clients in processes of their own."""
+"""The channel between roles and hub: in one process, and with hub and clients in processes of their own.
+
+Tests delay the private dispatcher and read its peers: no public call shows that no peer is left behind.
+"""
 
 import itertools
 import json
@@ -87,10 +90,10 @@ def test_rows_arrive_at_the_trainer_as_the_actor_sent_them(channel):
     assert (header.group_id, header.attempt, header.remaining) == (7, 0, 0)
     assert rows.schema.equals(ROLLOUT_SCHEMA, check_metadata=True)
     expected = build_group(0, group_id=7)
-    for found, sent in zip(decode_rollouts(rows), expected, strict=True):
-        assert found.completion_token_ids.tolist() == sent.completion_token_ids.tolist()
-        assert found.rollout_logprobs.tolist() == sent.rollout_logprobs.tolist()
-        assert (found.rollout_index, found.reward) == (sent.rollout_index, sent.reward)
+    for received, sent in zip(decode_rollouts(rows), expected, strict=True):
+        assert received.completion_token_ids.tolist() == sent.completion_token_ids.tolist()
+        assert received.rollout_logprobs.tolist() == sent.rollout_logprobs.tolist()
+        assert (received.rollout_index, received.reward) == (sent.rollout_index, sent.reward)
 
 
 def test_an_actor_is_asked_to_sync_once_per_group_that_the_trainer_takes(channel):
@@ -201,7 +204,7 @@ def test_a_trainer_says_nothing_of_an_actors(channel):
 
 
 @pytest.mark.parametrize(("role", "name"), [("trainer", "actor-0"), ("actor", "actor-1")])
-def test_a_peer_registers_as_what_its_exchange_was_opened_as(channel, role, name):
+def test_a_peer_must_register_with_the_role_and_name_of_its_exchange(channel, role, name):
     answer = channel.client().request(Register(role=role, name=name, epoch=0))
     assert (answer.code, channel.service.received) == ("wrong_peer", [])
     assert answer.detail.startswith(f"actor/actor-0 registers as {role}/{name}: ")
@@ -315,7 +318,7 @@ def test_a_hub_that_does_not_answer_is_given_up_at_the_deadline():
     channel.close()
 
 
-def test_a_reserve_waits_as_long_as_it_says_and_is_not_sent_twice(channel):
+def test_a_reserve_waits_for_its_wait_seconds_and_is_not_sent_twice(channel):
     trainer = channel.client("trainer", "trainer-0", retry_seconds=0.3)
     later = threading.Timer(1.0, send_group, args=(channel.client(), 0))
     later.start()
@@ -361,7 +364,7 @@ def test_a_peer_that_connects_during_the_goodbye_receives_the_goodbye(channel, m
     wait_for(lambda: not actor.is_connected, "the end of the connection")
 
 
-def test_a_peer_is_announced_when_it_comes_and_when_it_goes(channel):
+def test_connection_and_disconnection_of_a_peer_are_announced(channel):
     channel.client(name="first").close()
     channel.client(name="second").close(bye=False)
     assert channel.service.wait_for(disconnections=2, seconds=5)
@@ -520,7 +523,7 @@ def test_a_hub_process_serves_loses_messages_and_leaves_in_time(start_hub):
 
 
 @pytest.mark.slow
-def test_a_killed_hub_is_noticed_at_once_and_a_new_one_is_found(start_hub):
+def test_a_killed_hub_is_noticed_at_once_and_the_client_reconnects_to_a_new_hub(start_hub):
     process, url = start_hub()
     actor = HubClient(url, token=TOKEN, role="actor", name="actor-0")
     process.kill()

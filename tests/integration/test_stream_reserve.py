@@ -50,7 +50,7 @@ def test_the_rows_come_with_the_answer(hub):
     client.close()
 
 
-def test_the_end_of_the_hub_is_told_and_a_silent_one_is_not_waited_for(hub):
+def test_the_end_of_the_hub_is_an_error_and_a_silent_hub_is_not_waited_for(hub):
     client = HubClient(hub.url, token=TOKEN, role="trainer", name="trainer", retry_seconds=0.05)
     for step in (1, 2):
         reserve(client, step)

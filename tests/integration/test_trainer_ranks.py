@@ -49,12 +49,12 @@ def command(root: Path, *arguments: str) -> "Iterator[subprocess.Popen[bytes]]":
 
 
 def ranks_of(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
-    found = []
+    ranks = []
     for child in psutil.Process(process.pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             if "pipelinerl_core.roles.trainer.rank" in child.cmdline():
-                found.append(child)
-    return found
+                ranks.append(child)
+    return ranks
 
 
 def only_run(root: Path) -> Path:
@@ -79,8 +79,8 @@ def test_a_rank_dies_and_the_run_goes_on_then_with_one_rank(tmp_path: Path) -> N
     wait_for(lambda: not any(rank.is_running() for rank in ranks), "the end of the ranks", PATIENCE_SECONDS)
     assert "Traceback" not in log.read_text()
 
-    one = ["trainer.ranks=1", "learner.kind=torch", "learner.zero_stage=0"]
-    with command(tmp_path, "resume", run.name, *one) as end:
+    one_rank = ["trainer.ranks=1", "learner.kind=torch", "learner.zero_stage=0"]
+    with command(tmp_path, "resume", run.name, *one_rank) as end:
         assert end.wait(240) == 0, (tmp_path / "output.txt").read_text()[-3000:]
     assert committed_steps(str(run)) == 18
     assert_closes(str(run))
@@ -126,7 +126,7 @@ def test_a_rank_that_stands_still_is_a_lost_rank(tmp_path: Path) -> None:
         ("trainer.ranks=0", "trainer.ranks=0"),
     ],
 )
-def test_a_resume_does_not_change_what_the_run_is(tmp_path: Path, override: str, words: str) -> None:
+def test_a_resume_with_a_key_that_defines_the_run_is_refused(tmp_path: Path, override: str, words: str) -> None:
     make_run(f"file://{tmp_path}/one")
     with command(tmp_path, "resume", "one", override) as resumed:
         assert resumed.wait(60) == 2

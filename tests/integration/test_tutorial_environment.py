@@ -19,7 +19,7 @@ FEWER = "trainer.steps=3 eval.num_prompts=20"
 def page(name):
     """(file name -> text, commands) of a page."""
     text = (ROOT / "docs" / name).read_text()
-    files = {found: code for code, found in re.findall(r"```python\n(# (\S+)\n.*?)```", text, re.DOTALL)}
+    files = {file_name: code for code, file_name in re.findall(r"```python\n(# (\S+)\n.*?)```", text, re.DOTALL)}
     return files, "".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL)).splitlines()
 
 
@@ -43,8 +43,8 @@ def test_the_tutorial_trains_evaluates_and_closes(tmp_path, prepared_model):
     train, evaluate = commands
     done = run(f"{train} {FEWER}", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    (found,) = (tmp_path / "runs").glob("quickstart-*")
-    report = json.loads((found / "report.json").read_text())
+    (run_path,) = (tmp_path / "runs").glob("quickstart-*")
+    report = json.loads((run_path / "report.json").read_text())
     assert report["steps"] == 3
     assert set(report["eval_components"]) == {"solved", "guesses"}
     assert report["tokens_trained"] > 0
@@ -84,7 +84,7 @@ def test_rows_of_a_table_are_tasks_and_a_mistake_is_an_error_of_its_episodes(tmp
     keys = "environment.path=my_env.py:Twice environment.turn_tokens=6"
     done = run(f"pipelinerl train quickstart {keys} {FEWER}", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    (found,) = (tmp_path / "runs").glob("quickstart-*")
-    assert set(json.loads((found / "report.json").read_text())["eval_components"]) == {"right"}
-    log = (found / "logs" / "actor-0.log").read_text()
+    (run_path,) = (tmp_path / "runs").glob("quickstart-*")
+    assert set(json.loads((run_path / "report.json").read_text())["eval_components"]) == {"right"}
+    log = (run_path / "logs" / "actor-0.log").read_text()
     assert f"environment my_env.py:Twice: ValueError: eleven (my_env.py:{place + 2})" in log

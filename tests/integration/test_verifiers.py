@@ -73,7 +73,7 @@ def played(ident, *episodes, overrides=()):
         return await asyncio.gather(*calls, return_exceptions=True)
 
     results = run(None, work, *settings, "prompts.kind=environment", *overrides, path="")
-    return [str(one) if isinstance(one, EnvironmentFailed) else one.score for one in results]
+    return [str(result) if isinstance(result, EnvironmentFailed) else result.score for result in results]
 
 
 def user_texts(host):
@@ -113,7 +113,7 @@ def test_a_game_that_the_library_ships(work, monkeypatch):
     assert "You are playing Hangman" in user_texts(host)[0]
 
 
-def test_a_missing_reward_is_an_error_and_one_that_blocks_concerns_its_episode_alone():
+def test_a_missing_reward_is_an_error_and_a_reward_that_blocks_concerns_its_episode_alone():
     hosts = [ScriptedHost("a") for _ in range(4)]
     limits = ("environment.call_seconds=5", "environment.episode_seconds=8", "environment.programs=4")
     raises, blocks, late, fine = played("rewards", *enumerate(hosts), overrides=limits)
@@ -136,7 +136,7 @@ def test_a_missing_reward_is_an_error_and_one_that_blocks_concerns_its_episode_a
         ("records", "environment.python=none/python", "none/python: No such file or directory. The interpreter"),
     ],
 )
-def test_what_cannot_be_used_is_one_line(ident, further, says):
+def test_an_unusable_environment_is_one_line(ident, further, says):
     with pytest.raises(EnvironmentFailed) as failed:
         played(ident, overrides=(further,) if further else ())
     assert says in str(failed.value)

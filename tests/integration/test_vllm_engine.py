@@ -119,7 +119,7 @@ def check(completion, models, prompt=PROMPT):
     np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-3)
 
 
-def test_a_prefix_of_old_weights_is_served_without_the_salt_and_never_with_it(shared):
+def test_a_prefix_of_old_weights_is_served_without_the_salt_and_never_with_the_salt(shared):
     async def main():
         engine = await shared(model(), slots=8, max_len=LONGEST)
         core = engine._keeper.core
@@ -191,7 +191,7 @@ def test_a_model_on_two_workers_swaps_in_all_of_them_at_once(start, parallel):
     versions = [[span.version for span in completion.weight_spans] for completion in completions]
     # One that had no token yet, in the slower of two engine cores, was sent back and began under the new weights.
     assert versions.count([0, 1]) >= 4
-    assert all(found in ([0, 1], [1]) for found in versions)
+    assert all(sequence_versions in ([0, 1], [1]) for sequence_versions in versions)
 
 
 def test_weights_come_from_the_trainers_memory_and_from_a_file_when_they_are_lost(shared, tmp_path):
@@ -248,12 +248,12 @@ def test_weights_come_from_the_trainers_memory_and_from_a_file_when_they_are_los
 def test_a_restarted_engine_core_draws_other_noise(start):
     async def main():
         engine = await start()
-        found = [await finish(engine, ask("first", max_tokens=40))]
+        completions = [await finish(engine, ask("first", max_tokens=40))]
         kill_engine_core()
         await until(lambda: engine._keeper.num_deaths == 1 or engine._keeper.core.is_dead, "the death", START_SECONDS)
-        found.append(await finish(engine, ask("second", max_tokens=40)))
+        completions.append(await finish(engine, ask("second", max_tokens=40)))
         await engine.close()
-        return found
+        return completions
 
     first, second = asyncio.run(main())
     assert len(first.token_ids) == len(second.token_ids) == 40
@@ -261,7 +261,7 @@ def test_a_restarted_engine_core_draws_other_noise(start):
     check(second, {0: model()})
 
 
-def test_sequences_outlive_their_engine_core_and_keep_what_they_had(shared):
+def test_sequences_outlive_their_engine_core_and_keep_their_tokens(shared):
     async def main():
         engine = await shared(model(), slots=4, max_len=LONGEST)
         await engine.swap(update(1, 1))

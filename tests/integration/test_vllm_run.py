@@ -72,22 +72,22 @@ def vllm_processes():
 
 def engine_cores(command):
     """Engine cores of the actors of a run."""
-    found = []
+    processes = []
     for process in psutil.Process(command.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if "VLLM" in process.name() and "EngineCore" in process.name():
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def left_over():
     """vLLM's processes whose run has ended: no test process is above them."""
-    found = []
+    processes = []
     for process in vllm_processes():
         with contextlib.suppress(psutil.NoSuchProcess):
             if not any("pytest" in " ".join(parent.cmdline()) for parent in process.parents()):
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def end(command):
@@ -146,8 +146,10 @@ def test_engine_cores_that_are_killed_cost_no_group_and_raise_no_alarm_of_rescor
     wait_for(lambda: not left_over(), "the end of vLLM", seconds=120)
     store = open_store(str(run))
     rescored = [
-        one for key in counted_commit_keys(store).values() for one in read_commit(store, key).rescored.values()
+        comparison
+        for key in counted_commit_keys(store).values()
+        for comparison in read_commit(store, key).rescored.values()
     ]
-    assert sum(one.tokens for one in rescored) > 32
-    assert not any(one.alarm for one in rescored)
-    assert max(one.mismatch for one in rescored if one.mismatch is not None) < 1e-4
+    assert sum(comparison.tokens for comparison in rescored) > 32
+    assert not any(comparison.alarm for comparison in rescored)
+    assert max(comparison.mismatch for comparison in rescored if comparison.mismatch is not None) < 1e-4

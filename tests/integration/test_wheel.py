@@ -55,8 +55,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(copy),
     ]
     subprocess.run(command, check=True, timeout=120)
-    (found,) = place.glob("pipelinerl-*.whl")
-    return found
+    (wheel_path,) = place.glob("pipelinerl-*.whl")
+    return wheel_path
 
 
 @pytest.fixture(scope="module")

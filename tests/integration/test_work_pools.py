@@ -62,10 +62,10 @@ class Job:
     def state(self) -> str:
         return self.prefect.run(self.id)["state_type"]
 
-    def take_steps(self, num: int, what: str) -> None:
+    def take_steps(self, num: int, event: str) -> None:
         """Wait until so many more steps are committed."""
         target = committed_steps(self.url) + num
-        await_(lambda: committed_steps(self.url) >= target, f"{num} steps after {what}", 300)
+        await_(lambda: committed_steps(self.url) >= target, f"{num} steps after {event}", 300)
 
     def newest(self, name: str) -> dict:
         """Newest flow run of an actor, or of a host of the trainer."""
@@ -89,13 +89,13 @@ class Job:
 
     def role_processes(self) -> list[psutil.Process]:
         """Hub, trainer and actors of the run."""
-        found = []
+        processes = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 line = process.cmdline()
                 if self.url in " ".join(line) and "pipelinerl_core.roles" in " ".join(line):
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
 
 def test_everything_that_happens_to_a_run_on_work_pools(prefect, tmp_path, prepared_model):
@@ -203,14 +203,17 @@ def test_the_commands_of_the_tutorial_start_a_run_and_a_schedule(prefect, tmp_pa
     run, schedule = (shlex.split(line)[1:] for line in page.splitlines() if line.startswith("prefect deployment"))
     prefect.command(*schedule)
     (deployment,) = prefect.ask("/deployments/filter", {"deployments": {"name": {"any_": ["quickstart"]}}})
-    (found,) = deployment["schedules"]
-    assert (found["schedule"]["cron"], found["schedule"]["timezone"]) == ("0 2 * * *", "Europe/Berlin")
+    (deployment_schedule,) = deployment["schedules"]
+    assert (deployment_schedule["schedule"]["cron"], deployment_schedule["schedule"]["timezone"]) == (
+        "0 2 * * *",
+        "Europe/Berlin",
+    )
     prefect.command("deployment", "schedule", "clear", "train/quickstart", "--accept-yes")
-    known = {one["id"] for one in prefect.runs()}
-    fewer = [one.replace('{"steps": 40}', '{"steps": 3}') for one in run]
+    known = {candidate["id"] for candidate in prefect.runs()}
+    fewer = [word.replace('{"steps": 40}', '{"steps": 3}') for word in run]
     assert fewer != run
     prefect.command(*fewer, "-p", f"root={tmp_path}", "-p", 'overrides=["eval.num_prompts=8"]')
-    (started,) = [one["id"] for one in prefect.runs() if one["id"] not in known]
+    (started,) = [candidate["id"] for candidate in prefect.runs() if candidate["id"] not in known]
     await_(
         lambda: prefect.run(started)["state_type"] in ("COMPLETED", "FAILED", "CRASHED"), "the end of the run", 300
     )
@@ -239,9 +242,11 @@ def test_a_flow_run_that_never_comes_to_run_again_is_given_up_by_name(prefect):
         return [state["name"] for state in sorted(states, key=lambda state: state["timestamp"])]
 
     await_(stays_given_up, "giving up for good", 300)
-    found = prefect.run(run)
-    assert (found["state_type"], found["state_name"], found["run_count"]) == ("FAILED", "GivenUp", 1)
-    assert f"never became Running, after {MAX_RESUMES} restarts (deploy --max-resumes=" in found["state"]["message"]
+    flow_run = prefect.run(run)
+    assert (flow_run["state_type"], flow_run["state_name"], flow_run["run_count"]) == ("FAILED", "GivenUp", 1)
+    assert (
+        f"never became Running, after {MAX_RESUMES} restarts (deploy --max-resumes=" in flow_run["state"]["message"]
+    )
     num_resumed = state_names().count("AwaitingRetry")
     assert num_resumed % (MAX_RESUMES + 1) == 0, state_names()
     assert num_resumed > 0

@@ -21,13 +21,13 @@ PLACEHOLDERS = ("...", "KEY=VALUE", "[")
 
 def commands_in(text: str) -> list[str]:
     """The command lines that begin with pipelinerl, in blocks and in code spans, without comments."""
-    found = []
+    commands = []
     for block in re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         lines = re.sub(r"\s*\\\n\s*", " ", re.sub(r"\\ *(#.*)?$", r"\\", block, flags=re.MULTILINE)).splitlines()
-        found += [re.sub(r"^(\w+=\S+ )*", "", line.strip()) for line in lines]
+        commands += [re.sub(r"^(\w+=\S+ )*", "", line.strip()) for line in lines]
     spans = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    found += [" ".join(span.split()) for span in re.findall(r"`(pipelinerl [^`]+)`", spans)]
-    return [line for line in found if line.startswith("pipelinerl ")]
+    commands += [" ".join(span.split()) for span in re.findall(r"`(pipelinerl [^`]+)`", spans)]
+    return [line for line in commands if line.startswith("pipelinerl ")]
 
 
 def words_of(line: str) -> list[str]:
@@ -44,13 +44,15 @@ def problems(line: str) -> list[str]:
     command = COMMANDS.get(words[0])
     if command is None:
         return [f"no command {words[0]}"]
-    options = {name for one in command.params for name in (*one.opts, *one.secondary_opts)} | {"--help"}
-    found = [
+    options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)} | {
+        "--help"
+    }
+    complaints = [
         f"no option {word}" for word in words[1:] if word.startswith("-") and word.partition("=")[0] not in options
     ]
     settings = [part for word in words[1:] for part in word.split() if re.match(r"[a-z_]+\.[\w.]+=", part)]
     keys = [setting.partition("=")[0] for setting in settings]
-    return found + [f"no key {key}" for key in keys if key.partition(".")[0] in SECTIONS and not is_key(key)]
+    return complaints + [f"no key {key}" for key in keys if key.partition(".")[0] in SECTIONS and not is_key(key)]
 
 
 def is_key(key: str) -> bool:
@@ -61,7 +63,7 @@ def is_key(key: str) -> bool:
     return any(key == known or key.startswith(f"{known}.") for known in KEYS)
 
 
-def test_the_check_finds_what_is_wrong():
+def test_the_check_finds_unknown_commands_options_and_keys():
     assert problems("pipelinerl trian quickstart") == ["no command trian"]
     assert problems("pipelinerl train quickstart --tinny | cat") == ["no option --tinny"]
     assert problems("pipelinerl train quickstart trainer.step=3 # trainer.stepps=4") == ["no key trainer.step"]
@@ -73,8 +75,8 @@ def test_the_check_finds_what_is_wrong():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_commands_of_a_page_exist(page):
-    found = {line: problems(line) for line in commands_in(page.read_text())}
-    assert {line: wrong for line, wrong in found.items() if wrong} == {}
+    problems_by_line = {line: problems(line) for line in commands_in(page.read_text())}
+    assert {line: wrong for line, wrong in problems_by_line.items() if wrong} == {}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -44,7 +44,7 @@ def imported(path):
             yield node.module.partition(".")[0]
 
 
-def test_the_metadata_of_the_wheel_names_what_the_code_imports():
+def test_the_metadata_of_the_wheel_names_the_imported_packages():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
     wanted = [*project["dependencies"], *optional["vllm"], *optional["math"]]
@@ -55,5 +55,5 @@ def test_the_metadata_of_the_wheel_names_what_the_code_imports():
     installed = packages_distributions()
     for path in MODULES:
         for name in set(imported(path)) - own - parts - elsewhere:
-            found = {one.lower().replace("_", "-") for one in installed.get(name, [name])}
-            assert found & declared, f"{path.relative_to(ROOT)} imports {name}"
+            packages = {package.lower().replace("_", "-") for package in installed.get(name, [name])}
+            assert packages & declared, f"{path.relative_to(ROOT)} imports {name}"

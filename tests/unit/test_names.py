@@ -8,8 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FORBIDDEN = {"one", "found", "what"}
-CHECKED = ("pipelinerl_core", "flows", "tasks", "pipelinerl")
-"""Folders whose values are checked. tests and benchmarks follow as soon as their values are renamed."""
+CHECKED = ("pipelinerl_core", "flows", "tasks", "pipelinerl", "tests", "benchmarks")
 
 
 def bindings(tree: ast.AST) -> Iterator[tuple[str | None, int]]:

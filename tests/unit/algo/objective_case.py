@@ -49,11 +49,11 @@ class Case:
     @cached_property
     def places(self) -> dict[tuple[int, int], slice]:
         """(group, index) -> the tokens of the completion."""
-        found, end = {}, 0
+        slices, end = {}, 0
         for rollout in (rollout for group in self.groups for rollout in group):
-            found[rollout.group_id, rollout.rollout_index] = slice(end, end + rollout.num_tokens)
+            slices[rollout.group_id, rollout.rollout_index] = slice(end, end + rollout.num_tokens)
             end += rollout.num_tokens
-        return found
+        return slices
 
 
 @cache
@@ -261,7 +261,7 @@ def _advantages(group, config):
     rewards = [_shaped_reward(rollout, config) for rollout in group]
     mean = sum(rewards) / len(rewards)
     std = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
-    found = []
+    token_advantages = []
     for i, rollout in enumerate(group):
         others = [reward for j, reward in enumerate(rewards) if j != i]
         if config.loss.advantage != "turn":
@@ -272,7 +272,7 @@ def _advantages(group, config):
                 "max_likelihood": (rewards[i] - mean) / mean if mean > 0 else 0.0,
                 "value": rewards[i],
             }[config.loss.advantage]
-            found.append([advantage] * rollout.num_tokens)
+            token_advantages.append([advantage] * rollout.num_tokens)
             continue
         turns = rollout.turn_spans or [(0, rollout.num_tokens)]
         advantages = [0.0] * rollout.num_tokens
@@ -285,8 +285,8 @@ def _advantages(group, config):
             own = rewards[i] - sum(rollout.turn_rewards[:k])
             for t in range(start, end):
                 advantages[t] = own - sum(returns) / len(returns) if returns else 0.0
-        found.append(advantages)
-    return found
+        token_advantages.append(advantages)
+    return token_advantages
 
 
 def _add_rollout(rollout, advantages, weight, config, logits, figures, of_logits, of_values):

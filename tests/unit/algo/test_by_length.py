@@ -43,8 +43,8 @@ def test_rollouts_of_one_length_have_no_halves():
 
 def test_a_length_beyond_the_classes_is_in_the_last():
     num = 1 << 21
-    one = torch.zeros(num, dtype=torch.int64)
-    sums = length_sums(one, one, one[:0], CLIPPED[:0], num_sequences=1)
+    zeros = torch.zeros(num, dtype=torch.int64)
+    sums = length_sums(zeros, zeros, zeros[:0], CLIPPED[:0], num_sequences=1)
     assert sums[-4:].tolist() == [1.0, num, 0.0, num]
 
 

@@ -147,9 +147,9 @@ def error_of(settings, seed, *, is_narrow=True):
     config = config_of(values_of({**{f"loss.{key}": value for key, value in narrow.items()}, **settings}))
     case = random_case(seed % STEPS)
     errors = []
-    for found, exact in zip(measured(case, config), wanted(case, config), strict=True):
+    for actual, exact in zip(measured(case, config), wanted(case, config), strict=True):
         size = np.linalg.norm(exact)
-        errors.append(np.linalg.norm(found - exact) / size if size else np.abs(found).max())
+        errors.append(np.linalg.norm(actual - exact) / size if size else np.abs(actual).max())
     return max(errors)
 
 
@@ -194,7 +194,7 @@ def test_each_error_of_a_list_is_found(monkeypatch, function, text, error):
     assert any(not error <= TOLERANCE for error in errors)
 
 
-def test_the_page_is_what_the_command_writes():
+def test_the_page_equals_the_output_of_the_command():
     assert Path("docs/combinations.md").read_text(encoding="utf-8") == as_markdown(), (
         "run python -m pipelinerl_core.algo.combinations > docs/combinations.md"
     )

@@ -57,7 +57,7 @@ def test_a_negative_rollout_that_the_policy_has_left_is_masked(bound, is_masked)
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_every_loss_has_the_mask_and_only_tokens_of_negative_advantage_are_in_it(kind):
+def test_every_loss_masks_only_tokens_of_negative_advantage(kind):
     advantages = [-1.0, 1.0, *ADVANTAGES[2:]]  # of two turns
     values = {"kind": kind, "advantage": "turn", "entropy_bonus": 0.1}
     free, _ = compute(build_config({"loss": values}).loss, advantages)
@@ -87,11 +87,11 @@ def test_the_weighted_divergence_has_the_gradient_of_the_divergence():
     terms = [0.25 * double, 0.0, 0.0, half, 4 * half, 0.0]
     assert sums.kl_ref.item() == pytest.approx(sum(terms), rel=1e-5)
     assert sums.loss.item() == pytest.approx(
-        0.1 * sum(w * one for w, one in zip(WEIGHTS, terms, strict=True)), rel=1e-5
+        0.1 * sum(w * term for w, term in zip(WEIGHTS, terms, strict=True)), rel=1e-5
     )
     # 0.1 * weight * ratio * log(trainer / ref)
     slopes = [-0.25 * math.log(2), 0.0, 0.0, math.log(2), 4 * math.log(2), 0.0]
-    assert gradient == pytest.approx([0.1 * w * one for w, one in zip(WEIGHTS, slopes, strict=True)], abs=1e-7)
+    assert gradient == pytest.approx([0.1 * w * slope for w, slope in zip(WEIGHTS, slopes, strict=True)], abs=1e-7)
     assert sums.kl_corrected.item() == 3
     assert compute(config.model_copy(update={"kl_weighted": False}), ref=ref)[0].kl_corrected is None
 
@@ -103,7 +103,7 @@ def test_the_weighted_divergence_is_unbiased_on_data_of_another_policy():
     ref = torch.log_softmax(torch.tensor([-0.3, 0.8, 0.1, 0.5]), 0)
     own = torch.log_softmax(logits, 0)
     (exact,) = torch.autograd.grad((own.exp() * (own - ref.double())).sum(), [logits], retain_graph=True)
-    found = []
+    gradients = []
     for is_weighted in (True, False):
         logprobs = torch.log_softmax(logits.float(), 0)
         numbers = torch.arange(4)
@@ -112,9 +112,9 @@ def test_the_weighted_divergence_is_unbiased_on_data_of_another_policy():
             sequence_N=numbers, num_sequences=4, lags_N=numbers, ref_logprobs_N=ref,
         )  # fmt: skip
         loss = compute_loss(tokens, ReinforceLoss(kl_coefficient=1.0, kl_weighted=is_weighted)).loss
-        found += torch.autograd.grad(loss, [logits], retain_graph=True)
-    torch.testing.assert_close(found[0], exact, rtol=1e-5, atol=1e-6)
-    assert (found[1] - exact).norm() > 0.3 * exact.norm()
+        gradients += torch.autograd.grad(loss, [logits], retain_graph=True)
+    torch.testing.assert_close(gradients[0], exact, rtol=1e-5, atol=1e-6)
+    assert (gradients[1] - exact).norm() > 0.3 * exact.norm()
 
 
 def truncated_group():
@@ -136,8 +136,8 @@ def test_a_truncated_completion_has_no_loss_and_counts_in_the_baseline():
     assert free.overlong_fraction is None
     figures = {"step": 1, "masked_stale": 0, "num_errors": 0, "reserve_wait_seconds": 0.0}
     totals = {"samples": 3, "tokens": 9, "seconds": 1.0}
-    found = step_metrics({}, step.rows, **figures, **totals, overlong_fraction=step.overlong_fraction)
-    assert found["control/overlong_fraction"] == pytest.approx(4 / 9)
+    metrics = step_metrics({}, step.rows, **figures, **totals, overlong_fraction=step.overlong_fraction)
+    assert metrics["control/overlong_fraction"] == pytest.approx(4 / 9)
     assert "control/overlong_fraction" not in step_metrics({}, free.rows, **figures, **totals)
 
 

@@ -73,8 +73,8 @@ def test_a_turn_is_compared_with_the_siblings_that_got_that_far():
     # turn 0: baselines 1/2, 1, 1/2; turn 1: the rewards 0 and 1; turn 2: the third one alone
     assert per_turn([1.0, 0.0, 1.0], [1, 2, 3]) == [(0.5,), (-1.0, -1.0), (0.5, 1.0, 0.0)]
     # turn 0: 4 - 3/3, 2 - 5/3, 1 - 6/3, 0 - 7/3; turn 1: the first, the second and the last
-    found = per_turn([4.0, 2.0, 1.0, 0.0], [2, 2, 1, 3])
-    assert [list(advantages) for advantages in found] == [
+    by_rollout = per_turn([4.0, 2.0, 1.0, 0.0], [2, 2, 1, 3])
+    assert [list(advantages) for advantages in by_rollout] == [
         pytest.approx([3.0, 3.0]),
         pytest.approx([1 / 3, 0.0]),
         pytest.approx([-1.0]),
@@ -86,8 +86,8 @@ def test_rewards_of_turns_count_from_their_turn_on():
     # returns (3, 1) and (1, 1): the first turn of the first rollout earned 2, the second turn of the second earned 1
     assert per_turn([3.0, 1.0], [2, 2], [(2.0, 0.0), (0.0, 1.0)]) == [(2.0, 0.0), (-2.0, 0.0)]
     # returns (4, 3, 0), (1, 1) and (2): turn 0: 4 - 3/2, 1 - 6/2, 2 - 5/2; turn 1: 3 - 1 and 1 - 3; turn 2: alone
-    found = per_turn([4.0, 1.0, 2.0], [3, 2, 1], [(1.0, 3.0, 0.0), (), ()])
-    assert found == [(2.5, 2.0, 0.0), (-2.0, -2.0), (-0.5,)]
+    by_rollout = per_turn([4.0, 1.0, 2.0], [3, 2, 1], [(1.0, 3.0, 0.0), (), ()])
+    assert by_rollout == [(2.5, 2.0, 0.0), (-2.0, -2.0), (-0.5,)]
 
 
 GROUPS = st.integers(2, 9).flatmap(
@@ -99,7 +99,7 @@ GROUPS = st.integers(2, 9).flatmap(
 
 
 @given(GROUPS)
-def test_with_one_turn_each_it_is_leave_one_out_to_the_last_bit(group):
+def test_with_one_turn_each_the_advantages_are_leave_one_out_to_the_last_bit(group):
     rewards, _ = group
     assert per_turn(rewards, [1] * len(rewards)) == [(advantage,) for advantage in leave_one_out(rewards)]
 
@@ -113,8 +113,8 @@ def test_turns_agree_with_a_second_derivation_in_float64(group):
     counts_RK = others_RR @ reached_RK
     baselines_RK = (others_RR * rewards) @ reached_RK / np.maximum(counts_RK, 1)
     wanted_RK = np.where(counts_RK > 0, rewards[:, None] - baselines_RK, 0.0)
-    for found, wanted_K, num in zip(per_turn(*group), wanted_RK, group[1], strict=True):
-        assert found == pytest.approx(wanted_K[:num], abs=1e-6)
+    for advantages, wanted_K, num in zip(per_turn(*group), wanted_RK, group[1], strict=True):
+        assert advantages == pytest.approx(wanted_K[:num], abs=1e-6)
 
 
 def test_turns_need_a_sibling_and_every_rollout_a_turn():
@@ -157,15 +157,15 @@ TOKENS = [[2, 6], [4, 3, 0]]
     ],
 )
 def test_loss_weights_match_the_fractions_done_by_hand(normalization, expected):
-    found = loss_weights(TOKENS, normalization=normalization, max_tokens=10)
-    assert found == [pytest.approx(group) for group in expected]
+    weights = loss_weights(TOKENS, normalization=normalization, max_tokens=10)
+    assert weights == [pytest.approx(group) for group in expected]
 
 
 @pytest.mark.parametrize("normalization", ["token", "sequence", "prompt"])
 def test_weights_of_all_tokens_sum_to_one(normalization):
     tokens = [[2, 6], [4, 3]]
-    found = loss_weights(tokens, normalization=normalization, max_tokens=10)
-    assert sum(n * w for ns, ws in zip(tokens, found, strict=True) for n, w in zip(ns, ws, strict=True)) == (
+    weights = loss_weights(tokens, normalization=normalization, max_tokens=10)
+    assert sum(n * w for ns, ws in zip(tokens, weights, strict=True) for n, w in zip(ns, ws, strict=True)) == (
         pytest.approx(1.0)
     )
 

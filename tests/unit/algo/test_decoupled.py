@@ -47,9 +47,9 @@ def random_tokens(seed=3, num=60):
 )
 def test_the_proximal_policy_is_one_step_of_lag_plus_one_behind_the_trainer(lag, proximal):
     tokens = tokens_of(logs(0.8).requires_grad_(), logs(0.1), [lag])
-    found = proximal_logprobs(tokens)
-    assert found.item() == pytest.approx(math.log(proximal), rel=1e-6)
-    assert not found.requires_grad
+    logprobs = proximal_logprobs(tokens)
+    assert logprobs.item() == pytest.approx(math.log(proximal), rel=1e-6)
+    assert not logprobs.requires_grad
 
 
 def test_numbers_and_gradients_by_hand():
@@ -84,7 +84,9 @@ def test_an_independent_derivation_in_float64_agrees():
     trainer, rollout, lags, advantages, weights = random_tokens()
     sums = compute_loss(tokens_of(trainer, rollout, lags, advantages=advantages, weights=weights), config)
     sums.loss.backward()
-    here, there, gains, shares = (one.detach().double().numpy() for one in (trainer, rollout, advantages, weights))
+    here, there, gains, shares = (
+        tensor.detach().double().numpy() for tensor in (trainer, rollout, advantages, weights)
+    )
     proximal = np.exp(there) ** (1 / (lags + 1)) * np.exp(here) ** (lags / (lags + 1))
     behaviour = np.minimum(proximal / np.exp(there), 1.3)
 
@@ -110,13 +112,13 @@ def test_an_independent_derivation_in_float64_agrees():
     ],
     ids=["ppo at lag 0", "reinforce at a large lag"],
 )
-def test_it_lies_between_ppo_and_reinforce(lags, config, other):
+def test_the_decoupled_loss_lies_between_ppo_and_reinforce(lags, config, other):
     trainer, rollout, _, advantages, weights = random_tokens()
     tokens = tokens_of(trainer, rollout, lags, advantages=advantages, weights=weights)
-    found, wanted = (compute_loss(tokens, one) for one in (config, other))
-    gradients = [torch.autograd.grad(sums.loss, [trainer], retain_graph=True)[0] for sums in (found, wanted)]
+    actual, wanted = (compute_loss(tokens, loss_config) for loss_config in (config, other))
+    gradients = [torch.autograd.grad(sums.loss, [trainer], retain_graph=True)[0] for sums in (actual, wanted)]
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
-    assert found.clipped.item() == wanted.clipped.item()
+    assert actual.clipped.item() == wanted.clipped.item()
 
 
 def test_an_unclipped_token_has_the_gradient_of_the_whole_ratio_at_any_lag():

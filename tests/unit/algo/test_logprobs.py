@@ -37,11 +37,11 @@ def test_values_and_gradients_equal_the_plain_computation(chunk_tokens):
     def chunked():
         return token_logprobs(hidden, head, targets, temperature=0.7, chunk_tokens=chunk_tokens)
 
-    for found, wanted in zip(chunked(), plain(hidden, head, targets, 0.7), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    for actual, wanted in zip(chunked(), plain(hidden, head, targets, 0.7), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=1e-6)
     expected = gradients(lambda: plain(hidden, head, targets, 0.7), weights, hidden, head)
-    for found, wanted in zip(gradients(chunked, weights, hidden, head), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-6)
+    for actual, wanted in zip(gradients(chunked, weights, hidden, head), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("block_words", [1, 4, 7, 20])
@@ -54,11 +54,11 @@ def test_blocks_of_the_vocabulary_change_rounding_only(block_words, chunk_tokens
             hidden, head, targets, temperature=0.7, chunk_tokens=chunk_tokens, block_words=block_words
         )
 
-    for found, wanted in zip(in_blocks(), plain(hidden, head, targets, 0.7), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    for actual, wanted in zip(in_blocks(), plain(hidden, head, targets, 0.7), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=1e-6)
     expected = gradients(lambda: plain(hidden, head, targets, 0.7), weights, hidden, head)
-    for found, wanted in zip(gradients(in_blocks, weights, hidden, head), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-6)
+    for actual, wanted in zip(gradients(in_blocks, weights, hidden, head), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=2e-6)
 
 
 def test_blocks_stand_logits_of_any_size():
@@ -67,10 +67,10 @@ def test_blocks_stand_logits_of_any_size():
     for scale, shift in ((300.0, 0.0), (1.0, 1000.0), (1.0, -1000.0)):
         far = torch.cat([scale * hidden, torch.full((N, 1), shift)], 1).detach().requires_grad_()
         with_shift = torch.cat([head, torch.ones(V, 1)], 1).detach()
-        found = token_logprobs(far, with_shift, targets, temperature=1.0, block_words=4)
-        for one, wanted in zip(found, plain(far, with_shift, targets, 1.0), strict=True):
-            torch.testing.assert_close(one, wanted, rtol=1e-5, atol=2e-3)
-        assert torch.isfinite(torch.autograd.grad(sum(one.sum() for one in found), far)[0]).all()
+        results = token_logprobs(far, with_shift, targets, temperature=1.0, block_words=4)
+        for result, wanted in zip(results, plain(far, with_shift, targets, 1.0), strict=True):
+            torch.testing.assert_close(result, wanted, rtol=1e-5, atol=2e-3)
+        assert torch.isfinite(torch.autograd.grad(sum(result.sum() for result in results), far)[0]).all()
 
 
 def test_a_float32_head_is_cut_by_tokens_as_when_runs_were_recorded(monkeypatch):
@@ -78,8 +78,8 @@ def test_a_float32_head_is_cut_by_tokens_as_when_runs_were_recorded(monkeypatch)
     wanted = token_logprobs(hidden, head, targets, temperature=0.7, chunk_tokens=5, block_words=V)
     monkeypatch.setattr(logprobs_module, "MAX_CHUNK_LOGITS", 5 * V)
     monkeypatch.setattr(logprobs_module, "MAX_BLOCK_WORDS", 4)
-    found = token_logprobs(hidden, head, targets, temperature=0.7)
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    results = token_logprobs(hidden, head, targets, temperature=0.7)
+    assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -105,9 +105,9 @@ def test_no_float32_copy_of_a_bfloat16_head_is_made():
 def test_the_gradient_of_one_result_alone_is_exact(used, block_words):
     hidden, head, targets, weights = inputs()
     results = token_logprobs(hidden, head, targets, temperature=1.0, block_words=block_words)
-    found = torch.autograd.grad((weights[0] * results[used]).sum(), (hidden, head))
+    actual = torch.autograd.grad((weights[0] * results[used]).sum(), (hidden, head))
     wanted = torch.autograd.grad((weights[0] * plain(hidden, head, targets, 1.0)[used]).sum(), (hidden, head))
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(actual, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
 
 

@@ -245,15 +245,15 @@ def test_one_stale_token_does_not_turn_the_gradient_of_a_step(dual_clip, cosine)
     advantages = torch.tensor(rng.choice([-1.0, 1.0], 2560), dtype=torch.float32)
     advantages[0] = -1.0
     rollout, ones = torch.full((2560,), -8.0), torch.ones(2560)
-    found = []
+    gradients = []
     for log_ratio in (0.0, 7.0):
         trainer = (rollout + torch.tensor(rng.normal(size=2560) * 0.01, dtype=torch.float32)).requires_grad_()
         with torch.no_grad():
             trainer[0] = rollout[0] + log_ratio
         columns = (trainer, rollout, advantages, ones / 2560, ones.bool(), torch.arange(2560) // 400)
         compute(PpoLoss(dual_clip=dual_clip), *columns).loss.backward()
-        found.append(trainer.grad)
-    assert torch.cosine_similarity(*found, dim=0).item() == pytest.approx(cosine, abs=1e-3)
+        gradients.append(trainer.grad)
+    assert torch.cosine_similarity(*gradients, dim=0).item() == pytest.approx(cosine, abs=1e-3)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
@@ -333,13 +333,13 @@ def test_a_rollout_that_is_too_far_from_its_weights_is_left_out_whole(kind, rati
     config, *_ = BY_HAND[kind]
     limited = config.model_copy(update={"sequence_ratio_max": ratio_max})
     trainer, rollout, advantages, weights, mask = four_tokens()
-    found = compute(limited, trainer, rollout, advantages, weights, mask)
+    actual = compute(limited, trainer, rollout, advantages, weights, mask)
     if is_left_out:
         weights = weights * torch.tensor([1.0, 1.0, 0.0, 0.0])
     wanted = compute(config, trainer, rollout, advantages, weights, mask)
-    assert found.loss.item() == pytest.approx(wanted.loss.item(), rel=1e-6)
-    assert found.clipped.item() == (2 if is_left_out else wanted.clipped.item())
-    (gradient,), (other,) = (torch.autograd.grad(sums.loss, [trainer]) for sums in (found, wanted))
+    assert actual.loss.item() == pytest.approx(wanted.loss.item(), rel=1e-6)
+    assert actual.clipped.item() == (2 if is_left_out else wanted.clipped.item())
+    (gradient,), (other,) = (torch.autograd.grad(sums.loss, [trainer]) for sums in (actual, wanted))
     torch.testing.assert_close(gradient, other)
 
 
@@ -423,5 +423,5 @@ def test_ess_does_not_hide_a_nan():
 
 def test_the_ratio_of_a_sequence_is_the_product_over_its_tokens():
     logs = torch.log(torch.tensor([2.0, 3.0, 5.0, 7.0]))
-    found = sequence_log_ratios(logs, torch.tensor([0, 2, 0, 2]), num_sequences=3)
-    torch.testing.assert_close(found.exp(), torch.tensor([10.0, 1.0, 21.0], dtype=torch.float64))
+    log_ratios = sequence_log_ratios(logs, torch.tensor([0, 2, 0, 2]), num_sequences=3)
+    torch.testing.assert_close(log_ratios.exp(), torch.tensor([10.0, 1.0, 21.0], dtype=torch.float64))

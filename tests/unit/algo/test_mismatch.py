@@ -16,9 +16,9 @@ ALL = torch.ones(6, dtype=torch.bool)
 
 
 def differences(log_ratios=LOG_RATIOS, lags=LAGS, sequence=SEQUENCES, mask=ALL):
-    found = LogprobDifferences()
-    found.add(log_ratios, lags, sequence, mask.nonzero()[:, 0], num_sequences=int(sequence.max()) + 1)
-    return found
+    accumulator = LogprobDifferences()
+    accumulator.add(log_ratios, lags, sequence, mask.nonzero()[:, 0], num_sequences=int(sequence.max()) + 1)
+    return accumulator
 
 
 def test_each_token_counts_for_one_cause():
@@ -88,5 +88,5 @@ def test_packs_and_ranks_add_up():
 
 
 def test_no_graph_is_kept_for_the_backward_pass():
-    found = differences(LOG_RATIOS.clone().requires_grad_())
-    assert not any(tensor.requires_grad for tensor in found._of_packs)
+    accumulator = differences(LOG_RATIOS.clone().requires_grad_())
+    assert not any(tensor.requires_grad for tensor in accumulator._of_packs)

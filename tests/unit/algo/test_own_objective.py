@@ -49,14 +49,14 @@ def loaded(code, *settings, function="mine.py:loss"):
 
 def test_the_own_loss_has_the_numbers_of_the_built_in_loss():
     own, built_in = loaded(REINFORCE, "loss.options.bound=1.2"), load_config("quickstart", ["loss.ratio_max=1.2"])
-    found = []
+    outcomes = []
     for config in (own, built_in):
         tokens = random_tokens()
         sums = compute_loss(tokens, config.loss)
         (gradient,) = torch.autograd.grad(sums.loss, tokens.trainer_logprobs_M)
-        found.append((sums.loss.item(), sums.clipped.item(), gradient))
-    assert found[0][:2] == found[1][:2]
-    assert torch.equal(found[0][2], found[1][2])
+        outcomes.append((sums.loss.item(), sums.clipped.item(), gradient))
+    assert outcomes[0][:2] == outcomes[1][:2]
+    assert torch.equal(outcomes[0][2], outcomes[1][2])
     assert loaded_texts() == {"loss.function": REINFORCE}
 
 

@@ -42,7 +42,7 @@ def inputs(device=CPU):
 
 def in_float64(hidden, head, targets, weights, temperature):
     """Log-probabilities, entropies, and the gradients of hidden states and head."""
-    hidden, head = (one.detach().double().requires_grad_() for one in (hidden, head))
+    hidden, head = (tensor.detach().double().requires_grad_() for tensor in (hidden, head))
     logprobs = torch.log_softmax(hidden @ head.T / temperature, -1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     targeted = logprobs[torch.arange(len(targets)), targets]
@@ -54,7 +54,7 @@ def check_logprobs(device, **cut):
     """Results and gradients of `token_logprobs` on a device against float64."""
     hidden, head, targets, weights = inputs(device)
     logprobs, entropy = token_logprobs(hidden, head, targets, temperature=0.7, **cut)
-    found = torch.autograd.grad((weights[0] * logprobs + weights[1] * entropy).sum(), (hidden, head))
+    gradients = torch.autograd.grad((weights[0] * logprobs + weights[1] * entropy).sum(), (hidden, head))
     exact_logprobs, exact_entropy, *exact = in_float64(hidden, head, targets, weights, 0.7)
     # A logit is a sum of C exact products, each addition off by at most ULP of the sum of magnitudes. The softmax
     # adds two such errors, and a sum of V terms in float32.
@@ -62,7 +62,7 @@ def check_logprobs(device, **cut):
     bound = 2 * (C * magnitude + V) * ULP
     assert (logprobs - exact_logprobs).abs().max() < bound
     assert (entropy - exact_entropy).abs().max() < 20 * bound  # times |z - mean of z| of a distribution
-    for gradient, wanted in zip(found, exact, strict=True):
+    for gradient, wanted in zip(gradients, exact, strict=True):
         assert gradient.dtype == torch.bfloat16
         # 2^-8: the result is rounded to bfloat16; 2^-17 of each term by the division in two parts.
         assert ((gradient - wanted).abs() <= 2.0**-8 * wanted.abs() + 2.0**-15 * wanted.abs().max()).all()
@@ -132,7 +132,7 @@ def test_a_gpu_has_the_product(cut):
     assert products.has_mixed_product(device)
     check_logprobs(device, **cut)
     hidden, head, *_ = inputs(device)
-    found = products.product(hidden.detach(), head.detach().T)
+    actual = products.product(hidden.detach(), head.detach().T)
     exact = hidden.detach().double() @ head.detach().double().T
     magnitude = hidden.detach().double().abs() @ head.detach().double().abs().T
-    assert ((found - exact).abs() <= C * ULP * magnitude).all()
+    assert ((actual - exact).abs() <= C * ULP * magnitude).all()

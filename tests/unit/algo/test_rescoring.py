@@ -50,14 +50,14 @@ def measured(dtype, mean, *, size=1400) -> HealthyMean:
 
 def comparisons(healthy: HealthyMean, evidence: Evidence, stream) -> list[int]:
     """Numbers, from 1 on, of the comparisons under alarm."""
-    found = []
+    numbers = []
     for number, differences in enumerate(stream, start=1):
         evidence.add(differences, healthy.norm)
         if evidence.is_alarm:
-            found.append(number)
+            numbers.append(number)
         else:
             healthy.follow(differences)
-    return found
+    return numbers
 
 
 @pytest.mark.parametrize(("dtype", "mean"), [("bfloat16", 0.003), ("bfloat16", 0.02), ("float32", 3e-7)])

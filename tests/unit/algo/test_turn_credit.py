@@ -96,12 +96,12 @@ def test_rewards_of_turns_reach_the_advantages_through_segment_and_batch_file():
     assert summarize([ref], stored)[0].has_turn_rewards
     assert not summarize([ref], encode_rollouts("run", group()))[0].has_turn_rewards
     rollouts = decode_rollouts(stored)
-    assert [one.turn_rewards for one in rollouts] == [(), (1.0, -1.0), (0.5, 0.5, 0.0)]
+    assert [rollout.turn_rewards for rollout in rollouts] == [(), (1.0, -1.0), (0.5, 0.5, 0.0)]
     rows = rows_of(config(loss=TURN), rollouts)
     # returns 1; 0, -1; 2, 1.5, 1. Turn 0: 1 - 1, 0 - 3/2, 2 - 1/2; turn 1: -1 - 1.5 and 1.5 + 1; turn 2: alone
     assert [row.turn_advantages for row in rows] == [(), (-1.5, -2.5), (1.5, 2.5, 0.0)]
     assert [row.advantage for row in rows] == [0.0, -1.5, 1.5]
-    assert [row.rollout.turn_rewards for row in recorded(rows)] == [one.turn_rewards for one in rollouts]
+    assert [row.rollout.turn_rewards for row in recorded(rows)] == [rollout.turn_rewards for rollout in rollouts]
     whole = rows_of(config(), rollouts)
     assert [row.advantage for row in whole] == [0.0, -1.5, 1.5]
     assert not any(row.turn_advantages for row in whole)
@@ -130,9 +130,9 @@ def test_an_unscored_rollout_counts_in_no_baseline():
 def test_recorded_rows_give_the_same_packs_and_losses_to_the_last_bit(pack_tokens):
     run_config = config(pack_tokens, loss=TURN)
     rewards = [0.1, 0.7, 0.3]  # baselines that float32 rounds
-    made = [replace(one, reward=reward) for one, reward in zip(group(), rewards, strict=True)]
-    rows = assemble_rows(1, [made, [replace(one, group_id=1) for one in made]], run_config).rows
-    packs, again = (list(PackBatcher(pack_tokens).rows(one)) for one in (rows, recorded(rows)))
+    made = [replace(rollout, reward=reward) for rollout, reward in zip(group(), rewards, strict=True)]
+    rows = assemble_rows(1, [made, [replace(rollout, group_id=1) for rollout in made]], run_config).rows
+    packs, again = (list(PackBatcher(pack_tokens).rows(step_rows)) for step_rows in (rows, recorded(rows)))
     assert len(packs) == (1 if pack_tokens == 2048 else 2)
     for left, right in zip(packs, again, strict=True):
         for name in left.__dataclass_fields__:
@@ -140,7 +140,7 @@ def test_recorded_rows_give_the_same_packs_and_losses_to_the_last_bit(pack_token
                 assert torch.equal(getattr(left, name), getattr(right, name)), name
     learners = [learner_of(tiny_model(), run_config) for _ in range(2)]
     for _ in range(3):
-        stats = [learner.step(one) for learner, one in zip(learners, (rows, recorded(rows)), strict=True)]
+        stats = [learner.step(step_rows) for learner, step_rows in zip(learners, (rows, recorded(rows)), strict=True)]
         assert stats[0] == {**stats[1], "time/compute_seconds": stats[0]["time/compute_seconds"]}
     for name, weight in learners[0].weights().items():
         assert torch.equal(weight, learners[1].weights()[name]), name
@@ -205,14 +205,14 @@ def of_the_mean(tokens, config):
 def test_with_equal_advantages_in_a_rollout_the_gradient_of_gspo_is_that_of_the_mean(monkeypatch):
     rng = np.random.default_rng(3)
     rollouts = [turned(index, (), float(rng.random()), int(rng.integers(2, 9))) for index in range(6)]
-    found = []
+    all_gradients = []
     loss = load_config("quickstart", ("loss.kind=gspo", "loss.clip_low=1e-3", "loss.clip_high=0.1")).loss
     for kind in (of_the_mean, LOSSES["gspo"]):
         monkeypatch.setattr("pipelinerl_core.algo.losses.LOSSES", {**LOSSES, "gspo": kind})
         batch = collate(recorded(rows_of(config(loss=loss), rollouts)), range(6))
         noise = torch.linspace(-0.3, 0.35, len(batch.target_ids_N))
-        found.append(gradients(batch, loss, trainer_logprobs_N=batch.rollout_logprobs_N + noise))
-    (whole, wanted), (by_token, gradient) = found
+        all_gradients.append(gradients(batch, loss, trainer_logprobs_N=batch.rollout_logprobs_N + noise))
+    (whole, wanted), (by_token, gradient) = all_gradients
     assert by_token.loss.item() == whole.loss.item()
     assert by_token.clipped.item() == whole.clipped.item() > 0
     torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-7)
@@ -231,16 +231,16 @@ def test_a_rollout_that_is_too_far_is_left_out_with_all_its_turns():
 def test_rollouts_of_one_turn_are_assembled_as_with_leave_one_out():
     rng = np.random.default_rng(0)
     rollouts = [turned(index, ((0, 4),) if index % 2 else (), float(rng.random()), 4) for index in range(5)]
-    found, wanted = (
+    actual, wanted = (
         rows_of(config(loss=ReinforceLoss(advantage=kind)), rollouts) for kind in ("turn", "leave_one_out")
     )
-    assert [row.advantage for row in found] == [row.advantage for row in wanted]
-    assert [row.turn_advantages for row in found] == [()] * 5
-    left, right = (collate(recorded(rows), range(5)).advantages_N for rows in (found, wanted))
+    assert [row.advantage for row in actual] == [row.advantage for row in wanted]
+    assert [row.turn_advantages for row in actual] == [()] * 5
+    left, right = (collate(recorded(rows), range(5)).advantages_N for rows in (actual, wanted))
     assert torch.equal(left, right)
 
 
-def test_other_baselines_have_one_advantage_whatever_the_turns():
+def test_other_baselines_have_one_advantage_for_any_number_of_turns():
     rows = rows_of(config(loss=ReinforceLoss(advantage="leave_one_out")))
     assert [row.turn_advantages for row in rows] == [()] * 3
     assert collate(rows, [1, 2]).advantages_N.tolist() == [-1.0] * 3 + [0.5] * 5
@@ -252,7 +252,7 @@ def test_other_than_one_advantage_per_turn_is_refused():
         collate([replace(row, turn_advantages=(0.5, 1.0))], [0])
 
 
-def test_what_the_turns_do_not_read_is_refused():
+def test_options_that_advantages_of_turns_do_not_read_are_refused():
     with pytest.raises(ConfigError, match=r"loss.value_coefficient=0.5 is not used with loss.advantage=turn"):
         load_config("quickstart", ["loss.advantage=turn", "loss.value_coefficient=0.5"])
     with pytest.raises(ConfigError, match=r"loss.advantage"):

@@ -59,10 +59,10 @@ def test_the_rows_of_a_step_are_the_rows_of_its_batch_file(advantage):
     group = decode_rollouts(encode_rollouts("run", made))
     run_config = build_config({"loss": {"advantage": advantage}, "schedule": {"max_lag": 1}})
     rows = assemble_rows(3, [group], run_config).rows
-    found = decode_batch(encode_batch("run", 3, rows))
+    decoded = decode_batch(encode_batch("run", 3, rows))
     assert [row.loss_mask.tolist() for row in rows] == [[False, False, False, True]] * 3
     assert bool(rows[0].turn_advantages) == (advantage == "turn")
-    np.testing.assert_equal([asdict(row) for row in found], [asdict(row) for row in rows])
+    np.testing.assert_equal([asdict(row) for row in decoded], [asdict(row) for row in rows])
 
 
 def test_the_lag_rule_masks_tokens_and_changes_no_weight():
@@ -120,16 +120,16 @@ def test_packs_of_a_long_tail_are_full(multiple):
     lengths = np.random.default_rng(multiple).lognormal(np.log(200), 0.75, 512).astype(int).clip(1, 4000).tolist()
     pack_tokens = multiple * sum(lengths) // len(lengths)
     packs = pack(lengths, pack_tokens, "filled")
-    assert sum(lengths) / sum(max(pack_tokens, sum(lengths[i] for i in one)) for one in packs) >= 0.95
+    assert sum(lengths) / sum(max(pack_tokens, sum(lengths[i] for i in members)) for members in packs) >= 0.95
 
 
 @pytest.mark.parametrize("packing", ["sorted", "filled"])
-def test_every_sequence_is_packed_once_and_only_a_lone_one_may_exceed_the_budget(packing):
+def test_every_sequence_is_packed_once_and_only_a_lone_sequence_may_exceed_the_budget(packing):
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 70, 200).tolist()
     packs = pack(lengths, 64, packing)
-    assert sorted(index for one in packs for index in one) == list(range(200))
-    assert all(len(one) == 1 or sum(lengths[index] for index in one) <= 64 for one in packs)
+    assert sorted(index for members in packs for index in members) == list(range(200))
+    assert all(len(members) == 1 or sum(lengths[index] for index in members) <= 64 for members in packs)
 
 
 def row(prompt, completion, mask=None, **values):
@@ -146,7 +146,7 @@ def row(prompt, completion, mask=None, **values):
     return TrainingRow(rollout=filled, **{"loss_mask": mask, "advantage": 1.0, "loss_weight": 0.5, **values})
 
 
-def test_a_pack_lines_up_every_sampled_token_with_the_token_before_it():
+def test_a_pack_lines_up_every_sampled_token_with_its_preceding_token():
     batch = collate([row([9], [3, 4, 5], advantage=2.0), row([7, 8], [1, 2])], [1, 0])
     assert batch.input_ids_T.tolist() == [7, 8, 1, 9, 3, 4]
     assert batch.position_ids_T.tolist() == [0, 1, 2, 0, 1, 2]

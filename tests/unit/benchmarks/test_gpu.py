@@ -87,7 +87,7 @@ def test_real_parts_that_run_out_of_memory_free_their_memory(monkeypatch, tmp_pa
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     def num_models():
-        return sum(issubclass(type(one), Qwen2ForCausalLM) for one in gc.get_objects())
+        return sum(issubclass(type(instance), Qwen2ForCausalLM) for instance in gc.get_objects())
 
     monkeypatch.setattr(owner, method, run_out)
     part = gpu.parts_of(gpu._parse(["--device", "cpu", "--dtype", "float32"]))[index]
@@ -166,14 +166,14 @@ def test_the_defaults_of_a_gpu_and_of_a_cpu():
         (["--learner-tokens", "8k"], "invalid positive_integer value: '8k'"),
     ],
 )
-def test_wrong_options_end_the_benchmark_before_it_measures(capsys, arguments, message):
+def test_wrong_options_end_the_benchmark_before_the_first_measurement(capsys, arguments, message):
     with pytest.raises(SystemExit) as ended:
         gpu.main(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_an_old_python_or_one_without_torch_is_named(monkeypatch, capsys):
+def test_an_old_python_or_a_python_without_torch_is_named(monkeypatch, capsys):
     monkeypatch.setattr(gpu, "find_spec", lambda package: None)
     with pytest.raises(SystemExit) as ended:
         gpu.main([])
@@ -201,7 +201,7 @@ def test_an_old_python_or_one_without_torch_is_named(monkeypatch, capsys):
         ),
     ],
 )
-def test_without_a_gpu_that_can_be_used_the_message_says_which_of_three_it_is(
+def test_without_a_usable_gpu_the_message_names_which_of_three_causes_applies(
     monkeypatch, capsys, cuda, is_available, memory_error, message
 ):
     monkeypatch.setattr(torch.version, "cuda", cuda)

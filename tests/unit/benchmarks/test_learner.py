@@ -14,13 +14,15 @@ from tests.unit.benchmarks.learner_case import MINI
 
 
 def test_contestants_take_turns_on_the_same_tokens():
-    found = measure_workload(MINI, 2, with_trl=False)
-    assert (found["num_rollouts"], found["rounds"]) == (8, 2)
-    assert list(found["tokens_per_second"]) == ["learner", "learner, filled packs", "bare loop"]
-    assert all(speed > 0 for speed in found["tokens_per_second"].values())
-    assert found["learner_over"].keys() == {"learner, filled packs", "bare loop"}
+    workload = measure_workload(MINI, 2, with_trl=False)
+    assert (workload["num_rollouts"], workload["rounds"]) == (8, 2)
+    assert list(workload["tokens_per_second"]) == ["learner", "learner, filled packs", "bare loop"]
+    assert all(speed > 0 for speed in workload["tokens_per_second"].values())
+    assert workload["learner_over"].keys() == {"learner, filled packs", "bare loop"}
     groups = MINI.groups()
-    assert found["num_tokens"] == sum(len(r.prompt_token_ids) + r.num_tokens - 1 for group in groups for r in group)
+    assert workload["num_tokens"] == sum(
+        len(r.prompt_token_ids) + r.num_tokens - 1 for group in groups for r in group
+    )
 
 
 def test_the_bare_loop_trains():
@@ -32,10 +34,10 @@ def test_the_bare_loop_trains():
 
 
 def test_filled_packs_are_full_and_sorted_ones_pad_less():
-    for one in zip(*[iter(measure_fill())] * 2, strict=True):
-        assert [row["packing"] for row in one] == ["sorted", "filled"]
-        assert one[1]["pack_fill"] >= 0.95 > one[0]["pack_fill"]
-        assert one[1]["attention_slots_per_token"] > one[0]["attention_slots_per_token"]
+    for pair in zip(*[iter(measure_fill())] * 2, strict=True):
+        assert [row["packing"] for row in pair] == ["sorted", "filled"]
+        assert pair[1]["pack_fill"] >= 0.95 > pair[0]["pack_fill"]
+        assert pair[1]["attention_slots_per_token"] > pair[0]["attention_slots_per_token"]
 
 
 def test_the_memory_table_has_a_line_for_each_type():
@@ -47,7 +49,7 @@ def test_the_memory_table_has_a_line_for_each_type():
     assert [line[:9] for line in memory_table(rows, 16)[-2:]] == ["| float32", "| bfloat1"]
 
 
-def test_what_is_not_there_is_said_in_the_table(monkeypatch, tmp_path, capsys):
+def test_the_table_says_that_trl_is_not_installed(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(learner, "_PACKAGES", tmp_path)
     monkeypatch.setattr(learner.sys, "path", list(learner.sys.path))
     monkeypatch.setattr(learner.importlib.util, "find_spec", lambda name: None)

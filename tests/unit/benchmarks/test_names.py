@@ -27,7 +27,7 @@ def test_learning_names_its_arms_when_an_arm_is_unknown(suite, first):
         learning.main(["--suite", suite, "--arms", "pipelin"])
 
 
-def test_learning_finds_the_page_that_it_updates():
+def test_the_results_page_of_the_learning_benchmark_exists():
     assert learning.RESULTS_PAGE.is_file()
 
 

@@ -47,9 +47,9 @@ def test_a_peer_that_was_not_evaluated_is_no_arm_yet(store):
     store.put(peer_key("trl-s1-0"), json.dumps(raw).encode())
     assert read_peer(store, "trl-s1-0") is None
     store.put(peer_key("trl-s1-0"), json.dumps(DOCUMENT).encode())
-    found = read_peer(store, "trl-s1-0")
-    assert found is not None
-    assert found.accuracies == {0: 0.2, 2: 0.4, 4: 0.6}
+    peer = read_peer(store, "trl-s1-0")
+    assert peer is not None
+    assert peer.accuracies == {0: 0.2, 2: 0.4, 4: 0.6}
 
 
 def test_a_peer_has_its_own_settings_over_the_suites_and_under_the_users():

@@ -16,7 +16,7 @@ SMALL = ["rollouts.group_size=4", "trainer.groups_per_step=8", "engine.concurren
 def configuration(name, predicted, *measured):
     values = {"steps_per_second": predicted, "mean_lag": 1.0}
     others = {"simulated": values, "closed_form": {**values, "steps_per_second": 2 * predicted}}
-    runs = [{"steps_per_second": one, "mean_lag": 2.0} for one in measured]
+    runs = [{"steps_per_second": speed, "mean_lag": 2.0} for speed in measured]
     return {"name": name, "calibrated": "quickstart", **others, "calibration_run": values, "runs": runs}
 
 
@@ -25,11 +25,11 @@ def result(*configurations):
 
 
 def test_an_error_is_that_of_the_mean_of_the_repeats():
-    found = result(configuration("a", 1.0, 0.75, 0.85), configuration("b", 0.5, 0.5, 0.5), configuration("c", 1.0))
-    assert errors(found, "simulated", "steps_per_second") == pytest.approx([0.25, 0.0])
-    assert errors(found, "closed_form", "steps_per_second") == pytest.approx([1.5, 1.0])
-    assert spread(found["configurations"][0], "steps_per_second") == pytest.approx(0.85 / 0.75 - 1)
-    text = table(found)
+    document = result(configuration("a", 1.0, 0.75, 0.85), configuration("b", 0.5, 0.5, 0.5), configuration("c", 1.0))
+    assert errors(document, "simulated", "steps_per_second") == pytest.approx([0.25, 0.0])
+    assert errors(document, "closed_form", "steps_per_second") == pytest.approx([1.5, 1.0])
+    assert spread(document["configurations"][0], "steps_per_second") == pytest.approx(0.85 / 0.75 - 1)
+    text = table(document)
     assert "| a | quickstart | 1 | 0.75, 0.85 | +25% | 13% | +150% | +25% | 1.00 | 2.00, 2.00 | -50% |" in text
     assert "| c | quickstart | 1 | - |" in text
     assert "steps/s, simulator: median error 12%, worst 25%" in text
@@ -61,6 +61,6 @@ def test_the_closed_form_of_phases_is_the_sum_and_a_full_engine_takes_slotfuls()
 
 
 def test_every_setting_is_valid():
-    kinds = [load_config(one.preset, one.overrides()).schedule.kind for one in SETTINGS]
+    kinds = [load_config(setting.preset, setting.overrides()).schedule.kind for setting in SETTINGS]
     assert len(kinds) >= 8
     assert set(kinds) == {"pipeline", "conventional", "april"}

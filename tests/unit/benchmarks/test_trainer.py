@@ -4,7 +4,7 @@ from benchmarks.trainer import measure, table
 
 
 def test_the_parts_that_are_left_are_some_of_the_parts_of_release_0_1_0():
-    found = measure(num_groups=2, num_tokens=16, ranks=2, rounds=1)
-    assert found["rollouts"] == 16
-    assert 0 < found["now"] < sum(found["seconds"].values())
-    assert "| between two steps |" in table(found)
+    measurement = measure(num_groups=2, num_tokens=16, ranks=2, rounds=1)
+    assert measurement["rollouts"] == 16
+    assert 0 < measurement["now"] < sum(measurement["seconds"].values())
+    assert "| between two steps |" in table(measurement)

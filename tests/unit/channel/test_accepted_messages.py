@@ -166,7 +166,7 @@ class World:
                 assert isinstance(answer, Ack)
         keys = tuple((ref.group_id, ref.attempt) for ref in reserved.groups)
         parts = [
-            one for answer in self.trainer.ask(encode(Rows(step=step, groups=keys))) for one in unbundled(*answer)
+            reply for answer in self.trainer.ask(encode(Rows(step=step, groups=keys))) for reply in unbundled(*answer)
         ]
         groups = [decode_rollouts(batch) for _, batch in parts if batch is not None]
         assert len(groups) == len(keys)
@@ -285,15 +285,15 @@ def with_number(rows: pa.RecordBatch, name: str, number: float) -> pa.RecordBatc
     kind, values = rows.schema.field(at).type, rows.column(at).to_pylist()
     leaf = pa.int64() if name == "version" else kind.value_type if pa.types.is_list(kind) else kind
     try:
-        found = pa.scalar(int(number) if pa.types.is_integer(leaf) else number, leaf).as_py()
+        scalar = pa.scalar(int(number) if pa.types.is_integer(leaf) else number, leaf).as_py()
     except (pa.ArrowInvalid, OverflowError):
         return rows
     if name == "version":
-        values[0][0]["version"] = found
+        values[0][0]["version"] = scalar
     elif pa.types.is_list(kind):
-        values[0][0] = found
+        values[0][0] = scalar
     else:
-        values[0] = found
+        values[0] = scalar
     return rows.set_column(at, rows.schema.field(at), pa.array(values, kind))
 
 
@@ -372,7 +372,7 @@ OVERRUN = [(sync_with(("counters", "emulation_overrun_seconds"), 1e308)[2][0][0]
 
 
 @pytest.mark.parametrize("said", LARGEST, ids=lambda said: f"{said[1]}-{said[2]}-{said[3]}")
-def test_the_end_of_a_range_is_accepted_and_what_lies_beyond_is_refused_by_name(said):
+def test_the_end_of_a_range_is_accepted_and_values_beyond_are_refused_by_name(said):
     world = World(MemoryStore())
     world.trainer.say(Committed(step=0, epoch=1, manifest=None, groups=()))
     leases = {name: world.sync(name, want=1).leases[0] for name in ("intruder", "other")}
@@ -407,7 +407,7 @@ def test_the_end_of_a_range_is_accepted_and_what_lies_beyond_is_refused_by_name(
 @example(LARGEST)
 @example([("intruder", "group", [], [("version", 1)])])
 @example([("intruder", "group", [], [("scored_at", 1e308)]), ("other", "group", [], [("reward", 3e38)])])
-def test_what_the_door_accepts_everything_behind_it_accepts(tracker, all_said):
+def test_messages_that_pass_admission_break_no_later_stage(tracker, all_said):
     world = World(MemoryStore())
     committer = world.committer()
     computed = {"weights": {"w": torch.ones(2)}, "state": None, "batch": None, "reserved": None}

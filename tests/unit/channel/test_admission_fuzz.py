@@ -170,7 +170,7 @@ def test_any_metadata(flight, metadata, rows, role):
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
-def test_a_valid_message_is_accepted_from_the_roles_that_may_send_it(flight, message):
+def test_a_valid_message_is_accepted_only_from_roles_that_may_send_its_kind(flight, message):
     rows = VALID if message is GROUP else None
     kinds = {role: ask(flight, encode(message), rows, role).kind for role in ("actor", "trainer")}
     may = {
@@ -268,9 +268,9 @@ def claiming(batch: pa.RecordBatch, num_rows: int) -> pa.RecordBatch:
     for place in range(8, 8 + int.from_bytes(message[4:8], "little"), 8):  # the header: lengths of rows and columns
         if message[place : place + 8] == batch.num_rows.to_bytes(8, "little"):
             message[place : place + 8] = num_rows.to_bytes(8, "little", signed=True)
-    found = pa.ipc.read_record_batch(pa.py_buffer(bytes(message)), batch.schema)
-    assert found.num_rows == num_rows
-    return found
+    claimed = pa.ipc.read_record_batch(pa.py_buffer(bytes(message)), batch.schema)
+    assert claimed.num_rows == num_rows
+    return claimed
 
 
 def reaching(offset: int, column: int) -> pa.RecordBatch:

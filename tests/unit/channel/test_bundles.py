@@ -39,7 +39,7 @@ def answers(*sizes: int):
         )
 
 
-def test_what_is_joined_comes_apart_again():
+def test_bundled_answers_are_unbundled_unchanged():
     sent = list(answers(5, 9, 1, 300))
     written = list(bundled(iter(sent)))
     assert [answer for answer, _ in written] == [
@@ -49,11 +49,11 @@ def test_what_is_joined_comes_apart_again():
     assert [part.answer for part in received] == [header for header, _ in sent]
     for part, (_, rows) in zip(received, sent, strict=True):
         assert part.rows.equals(rows.rows())
-        for found, expected in zip(decode_rollouts(part.rows), decode_rollouts(rows.rows()), strict=True):
-            assert found.weight_spans == expected.weight_spans
-            assert found.completion_token_ids.tolist() == expected.completion_token_ids.tolist()
-            assert found.rollout_logprobs.tolist() == expected.rollout_logprobs.tolist()
-            assert found.loss_mask.tolist() == expected.loss_mask.tolist()
+        for actual, expected in zip(decode_rollouts(part.rows), decode_rollouts(rows.rows()), strict=True):
+            assert actual.weight_spans == expected.weight_spans
+            assert actual.completion_token_ids.tolist() == expected.completion_token_ids.tolist()
+            assert actual.rollout_logprobs.tolist() == expected.rollout_logprobs.tolist()
+            assert actual.loss_mask.tolist() == expected.loss_mask.tolist()
 
 
 def test_a_bundle_has_a_size_and_a_large_group_goes_alone():
@@ -153,7 +153,7 @@ def ask(flight, metadata, rows, role="actor"):
     written = []
     writer = SimpleNamespace(write_metadata=written.append)
     flight.answer(PeerConnection(f"{role}/a#1", Introduction(role=role, name="a"), writer), metadata, rows)
-    (answer,) = [ANSWER.validate_json(one) for one in written]
+    (answer,) = [ANSWER.validate_json(text) for text in written]
     return [(part.answer.re, getattr(part.answer, "code", "taken")) for part in unbundled(answer, None)]
 
 

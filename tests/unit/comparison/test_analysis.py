@@ -81,7 +81,7 @@ def test_a_resume_before_the_first_step_counts_from_when_the_trainer_waited():
 
 def test_figures_of_a_run():
     run = make_run("a", 0, commits_at(0, 10, 12, 14), {0: 0.2, 1: 0.4, 3: 0.6, 9: 0.9})
-    assert [(one.version, one.seconds, one.samples) for one in learning_curve(run)] == [
+    assert [(point.version, point.seconds, point.samples) for point in learning_curve(run)] == [
         (0, 0, 0),
         (1, 10, 100),
         (3, 14, 300),
@@ -108,16 +108,16 @@ def test_spread_over_seeds():
     assert spread({0: 2.0, 1: 4.0}) == {
         "mean": 3.0, "std": pytest.approx(2**0.5), "low": 2.0, "high": 4.0, "by_seed": {"0": 2.0, "1": 4.0},
     }  # fmt: skip
-    one = spread({0: 2.0, 1: None})
-    assert (one["mean"], one["std"]) == (2.0, None)
+    figures = spread({0: 2.0, 1: None})
+    assert (figures["mean"], figures["std"]) == (2.0, None)
     assert spread({0: None})["mean"] is None
 
 
 def test_a_ratio_is_taken_seed_by_seed():
     arm, reference = {"t": spread({0: 30.0, 1: 10.0, 2: None})}, {"t": spread({0: 10.0, 1: 5.0, 2: 7.0})}
-    one = ratio(arm, reference, "t")
-    assert one["by_seed"] == {"0": 3.0, "1": 2.0, "2": None}
-    assert one["mean"] == 2.5, "not 20 / 7.33"
+    figures = ratio(arm, reference, "t")
+    assert figures["by_seed"] == {"0": 3.0, "1": 2.0, "2": None}
+    assert figures["mean"] == 2.5, "not 20 / 7.33"
 
 
 def test_means_are_over_seeds_that_all_arms_have_run():
@@ -175,7 +175,7 @@ def test_emulation_is_said_in_table_figure_and_page():
     assert "<h1>example: target 0.5, seeds 0, 1, emulated accelerators</h1>" in page(document, svg)
 
 
-def test_real_work_that_was_slower_than_what_it_emulates_is_said():
+def test_real_work_that_was_slower_than_the_emulated_work_is_reported():
     report = {"emulation": {"decode_overrun_seconds": 1.0, "train_overrun_seconds": 0.4}}
     run = make_run("a", 0, commits_at(0, 10, 14), {}, emulated=True, report=report)
     assert compare([run], ["a"], "a", 0.5)["overrun"] == {"a-s0": pytest.approx(0.1)}
@@ -206,12 +206,12 @@ def test_a_comparison_of_nothing_has_a_table_and_a_page():
 def test_the_claims_are_about_the_best_conventional_arm():
     document, _ = example()
     assert best_conventional(document["arms"]) == "conventional-4"
-    found = claims(document)
-    assert found["sooner_than_best_conventional"]["mean"] == 1.5
-    assert found["sooner_than_one_step_a_phase"]["mean"] == 1.75
-    assert found["rollouts_of_one_step_a_phase"]["by_seed"] == {"0": 2.0, "1": 1.5}
-    assert found["april_rollouts_of_synchronous"] is None
-    assert found["ess_less_than_best_conventional"]["mean"] == 0.0
+    claim_values = claims(document)
+    assert claim_values["sooner_than_best_conventional"]["mean"] == 1.5
+    assert claim_values["sooner_than_one_step_a_phase"]["mean"] == 1.75
+    assert claim_values["rollouts_of_one_step_a_phase"]["by_seed"] == {"0": 2.0, "1": 1.5}
+    assert claim_values["april_rollouts_of_synchronous"] is None
+    assert claim_values["ess_less_than_best_conventional"]["mean"] == 0.0
     assert (
         "pipeline reaches 0.5 1.50 (1.50 to 1.50) times sooner than conventional-4, the best of them"
         in claim_lines(document)
@@ -228,7 +228,7 @@ def test_a_ratio_is_said_once_if_one_step_a_phase_is_the_best():
 def test_an_arm_that_missed_the_target_with_one_seed_is_not_the_best():
     times = {"conventional-1": {0: 20.0, 1: 20.0}, "conventional-2": {0: 10.0, 1: None}}
     assert (
-        best_conventional({name: {"time_to_target_seconds": spread(one)} for name, one in times.items()})
+        best_conventional({name: {"time_to_target_seconds": spread(by_seed)} for name, by_seed in times.items()})
         == "conventional-1"
     )
     assert best_conventional({}) is None
@@ -244,7 +244,7 @@ def costly(step, *, engine, trainer, epoch=2):
     return make_commit(step, epoch=epoch).model_copy(update=update)
 
 
-def test_a_step_costs_what_it_takes_on_the_clock_and_on_the_cores():
+def test_a_step_has_its_cost_on_the_clock_and_on_the_cores():
     commits = {step: costly(step, engine=5.0 + 0.5 * step, trainer=9.0 + 0.75 * step) for step in range(4)}
     seconds = {0: 0.0, 1: 10.0, 2: 11.0, 3: 12.0}
     assert step_costs(commits, seconds) == {
@@ -255,10 +255,10 @@ def test_a_step_costs_what_it_takes_on_the_clock_and_on_the_cores():
     assert step_costs({0: commits[0]}, seconds)["step_seconds"] is None
 
 
-def test_the_pipeline_is_measured_against_what_its_cores_could_do():
+def test_the_pipeline_is_measured_against_the_bound_of_its_cores():
     # 0.5 and 0.75 CPU seconds in a step of 1 s: a core each allows 0.75 s, two shared cores (0.5 + 0.75) / 2 s.
     commits = {step: costly(step, engine=0.5 * step, trainer=0.75 * step) for step in range(4)}
-    commits = {step: one.model_copy(update={"committed_at": START + step}) for step, one in commits.items()}
+    commits = {step: commit.model_copy(update={"committed_at": START + step}) for step, commit in commits.items()}
     document = {"target": 0.5, **compare([make_run("pipeline", 0, commits, {})], ["pipeline"], "pipeline", 0.5)}
     assert claims(document)["share_of_bound_own_cores"]["mean"] == pytest.approx(0.75)
     assert claims(document)["share_of_bound_shared_cores"]["mean"] == pytest.approx(0.625)

@@ -148,7 +148,7 @@ def test_a_run_with_two_versions_past_the_target_is_done_whatever_its_training_r
     assert is_complete(store, plan, plan.runs[0])
 
 
-def test_the_result_is_written_with_what_is_there_and_remembers_how_long_runs_took(tmp_path):
+def test_the_result_is_written_from_finished_runs_and_remembers_how_long_runs_took(tmp_path):
     plan = plan_of(seeds=(0, 1))
     accuracies = {0: 0.2, 1: 0.3, 2: 0.4, 3: 0.6, 4: 0.7}
     for planned in plan.runs[:2]:
@@ -182,7 +182,7 @@ def test_without_an_earlier_run_everything_is_begun():
     assert budget.expected_seconds(runs) is None
 
 
-def test_an_arm_is_expected_to_take_what_it_took_and_a_new_one_the_mean_of_all():
+def test_an_arm_is_expected_to_take_its_mean_time_and_a_new_arm_the_mean_of_all():
     budget, _ = budget_of(1000, spent=[("keep", 100), ("keep", 120)])
     keep, drain = plan_of(seeds=(0,)).runs
     assert budget.expected_seconds([keep, drain]) == 110 + 110

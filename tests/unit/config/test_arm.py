@@ -18,7 +18,7 @@ def test_a_value_with_spaces_is_quoted():
 
 
 @pytest.mark.parametrize("text", ["pipeline", "a b: x.y=1", "../up: x.y=1", ": x.y=1", "a: 'x.y=1"])
-def test_what_is_no_arm_is_refused(text):
+def test_malformed_text_of_an_arm_is_refused(text):
     with pytest.raises(ConfigError):
         parse_arm(text)
 
@@ -29,10 +29,10 @@ def test_a_file_has_a_table_per_arm_and_its_values_reach_the_configuration(tmp_p
         '[one]\nschedule.kind = "april"\nschedule.alpha = 1.5\n\n[two]\nengine.pace = false\n'
         "prompts.lengths = [2, 3]\n"
     )
-    one, two = read_arms(str(path))
-    assert (one.name, two.name) == ("one", "two")
-    assert load_config("quickstart", one.overrides).schedule.alpha == 1.5
-    config = load_config("quickstart", two.overrides)
+    first, second = read_arms(str(path))
+    assert (first.name, second.name) == ("one", "two")
+    assert load_config("quickstart", first.overrides).schedule.alpha == 1.5
+    config = load_config("quickstart", second.overrides)
     assert (config.engine.pace, config.prompts.lengths) == (False, (2, 3))
 
 
@@ -45,8 +45,8 @@ def test_a_file_without_arms_is_refused(tmp_path, text, word):
 
 
 def test_a_comparison_needs_two_arms_of_different_names():
-    one = Arm("one", ())
+    arm = Arm("one", ())
     with pytest.raises(ConfigError, match="at least two"):
-        distinct([one])
+        distinct([arm])
     with pytest.raises(ConfigError, match="two arms are named one"):
-        distinct([one, Arm("one", ("seed=1",))])
+        distinct([arm, Arm("one", ("seed=1",))])

@@ -48,7 +48,7 @@ def test_a_role_without_a_place_is_refused_by_name(name):
         own_cores(config(), name)
 
 
-def test_a_system_that_cannot_do_it_is_refused(monkeypatch):
+def test_own_cores_are_refused_on_a_system_without_affinity(monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity")
     with pytest.raises(ConfigError, match=r"only Linux can\. Set placement\.cores=shared"):
         own_cores(config(), "trainer")

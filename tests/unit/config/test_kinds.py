@@ -41,7 +41,7 @@ def test_each_transport_has_traits():
 
 def test_no_code_compares_the_name_of_a_kind():
     folders = (ROOT / name for name in ("pipelinerl_core", "flows", "tasks"))
-    found = [
+    comparisons = [
         f"{path.relative_to(ROOT)}: {line.strip()}"
         for folder in folders
         for path in folder.rglob("*.py")
@@ -49,4 +49,4 @@ def test_no_code_compares_the_name_of_a_kind():
         for line in path.read_text().splitlines()
         if COMPARED.search(line)
     ]
-    assert found == []
+    assert comparisons == []

@@ -54,13 +54,13 @@ def test_activations_are_recomputed_on_a_gpu_if_packs_are_long(chosen):
     assert build_config(tomllib.loads(as_toml(config))) == config
     assert build_config(config.model_dump(mode="json")) == config
     long = [["trainer.pack_tokens=8192"], ["rollouts.max_tokens=8152"]]
-    found = [load_config("quickstart", [key, *more]) for more in ([], *long)]
+    configs = [load_config("quickstart", [key, *more]) for more in ([], *long)]
     on_gpu = {"auto": [False, True, True], "true": [True] * 3, "false": [False] * 3}[chosen]
-    assert [one.checkpoints_activations("cuda") for one in found] == on_gpu
-    assert [one.checkpoints_activations("cpu") for one in found] == [chosen == "true"] * 3
+    assert [variant.checkpoints_activations("cuda") for variant in configs] == on_gpu
+    assert [variant.checkpoints_activations("cpu") for variant in configs] == [chosen == "true"] * 3
 
 
-def test_another_kind_forgets_the_keys_of_the_old_one():
+def test_another_kind_forgets_the_keys_of_the_old_kind():
     config = load_config("quickstart", ["prompts.lengths=[2]", "prompts.kind=file", "prompts.path=a.jsonl"])
     assert config.prompts.kind == "file"
 
@@ -114,14 +114,14 @@ def test_rows_of_a_file_keep_columns_and_template_of_rows_of_the_hub():
         ("seed.x=1", "seed is a value"),
     ],
 )
-def test_a_mistake_is_one_line_that_says_what_to_set(override, says):
+def test_a_mistake_is_one_line_that_names_the_remedy(override, says):
     with pytest.raises(ConfigError) as raised:
         load_config("quickstart", [override])
     assert says in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
-def test_a_resume_may_change_what_a_run_is_computed_on_and_nothing_else():
+def test_a_resume_may_change_the_resources_of_a_run_and_nothing_else():
     config = load_config("quickstart", ["trainer.ranks=2", "learner.lr=1e-3"])
     changed = resume_config(config, ["trainer.ranks=1", "learner.kind=deepspeed", "placement.actors=1"])
     assert (changed.trainer.ranks, changed.learner.kind) == (1, "deepspeed")
@@ -263,14 +263,14 @@ def test_a_key_with_a_line_break_is_refused_in_one_line():
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_a_loss_has_its_own_options_and_reads_back_what_it_wrote(kind):
+def test_a_loss_has_its_own_options_and_survives_serialization(kind):
     config = load_config("quickstart", [f"loss.kind={kind}"])
     assert config.loss.kind == kind
     assert build_config(config.model_dump(mode="json")) == config
     assert override_config(config, ["loss.kind=reinforce"]).loss == ReinforceLoss()
 
 
-def test_a_loss_without_a_kind_is_the_default_one():
+def test_a_loss_without_a_kind_is_the_default_loss():
     assert load_config("quickstart", ["loss.ratio_max=2"]).loss == ReinforceLoss(ratio_max=2.0)
 
 

@@ -56,7 +56,7 @@ def test_the_order_of_round_weights_repeats_and_needs_no_memory_beyond_one_perio
     assert len(order._parts) == 10
 
 
-def test_a_part_has_the_sections_that_it_names_and_the_other_sections_of_the_run():
+def test_a_part_has_its_own_sections_and_the_other_sections_of_the_run():
     config = load_config("quickstart", [*PARTS, "reward.timeout_seconds=9", "mixture.math.max_tokens=16"])
     math, guess = config.parts["math"], config.parts["guess"]
     assert (math.prompts.kind, math.prompts.lengths, math.environment.path) == ("sums", (2,), "")

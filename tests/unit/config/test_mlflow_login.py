@@ -20,9 +20,9 @@ def login(monkeypatch):
         monkeypatch.setenv(name, "")
 
     def taken():
-        found = tuple(os.environ[name] for name in LOGIN_VARIABLES)
+        values = tuple(os.environ[name] for name in LOGIN_VARIABLES)
         os.environ.update(dict.fromkeys(LOGIN_VARIABLES, ""))
-        return found
+        return values
 
     return taken
 

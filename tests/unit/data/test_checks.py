@@ -94,10 +94,10 @@ def test_sound_groups_pass_and_are_summarized_together_as_one_by_one(groups):
     assert [part.to_pylist() for part in parts] == [encode_rollouts("run", group).to_pylist() for group in groups]
     for ref, part in zip(refs, parts, strict=True):
         check_groups([ref], part, max_tokens_per_row=MAX_TOKENS)
-    found = summarize(refs, batch)
+    summaries = summarize(refs, batch)
     expected = [summary for ref, part in zip(refs, parts, strict=True) for summary in summarize([ref], part)]
-    assert found == expected
-    for group, summary in zip(groups, found, strict=True):
+    assert summaries == expected
+    for group, summary in zip(groups, summaries, strict=True):
         scored = [rollout for rollout in group if rollout.outcome is Outcome.SCORED]
         counts = Counter()
         for version, start, end in (span for rollout in scored for span in rollout.weight_spans):
@@ -126,7 +126,10 @@ def is_sound_row(row) -> bool:
         and all(abs(logprob) <= 1e6 * live for logprob, live in zip(row["rollout_logprobs"], mask, strict=True))
         and all(end <= turn["start"] < turn["end"] <= length for end, turn in zip(ends, turns or (), strict=False))
         and (turns is None or (len(turns) > 0 and all(map(in_a_turn(turns), np.flatnonzero(mask)))))
-        and (rewards is None or (len(rewards) == len(turns or ()) > 1 and all(abs(one) <= 1e9 for one in rewards)))
+        and (
+            rewards is None
+            or (len(rewards) == len(turns or ()) > 1 and all(abs(reward) <= 1e9 for reward in rewards))
+        )
         and all(count > 0 for count in counts)
         and sum(counts) <= length
         and all(0 <= time <= 1e11 for time in times)
@@ -313,7 +316,7 @@ def test_origins_that_cannot_be_are_refused(counts):
 
 
 @pytest.mark.parametrize(("name", "limit"), [("rollout_logprobs", 1e6), ("reward", 1e9), ("top_p", 1e11)])
-def test_a_number_at_its_limit_passes_and_one_beyond_is_refused(sound, name, limit):
+def test_a_number_at_its_limit_passes_and_a_number_beyond_is_refused(sound, name, limit):
     refs, batch = sound
     for value in (limit, 1.1 * limit):
         values = [[-value] * 12] * 6 if name == "rollout_logprobs" else [value] * 6
@@ -456,7 +459,7 @@ def test_a_good_group_passes_also_as_a_view_beside_rows_that_do_not():
     assert len(split_groups(encode_rollouts("run", build_group(0, group_id=3)).slice(2, 3))) == 1
 
 
-def test_what_a_null_row_hides_does_not_count():
+def test_values_hidden_behind_a_null_row_do_not_count():
     batch = encode_rollouts("run", [replace(by_hand(0), turn_spans=(TurnSpan(3, 9),)), by_hand(1)])
     turns = batch.column("turn_spans")
     hidden = pa.ListArray.from_arrays(

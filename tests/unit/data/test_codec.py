@@ -33,9 +33,9 @@ from tests.unit.data.rollout_case import COMPONENTS, TURNS, by_hand
 GOLDEN = Path(__file__).parents[2] / "golden"
 
 
-def assert_equal(found, expected) -> None:
+def assert_equal(actual, expected) -> None:
     for item in fields(Rollout):
-        left, right = getattr(found, item.name), getattr(expected, item.name)
+        left, right = getattr(actual, item.name), getattr(expected, item.name)
         if isinstance(right, np.ndarray):
             assert left.dtype == right.dtype, item.name
             assert left.tolist() == right.tolist(), item.name
@@ -56,8 +56,8 @@ def test_every_field_survives_by_hand():
     ]
     assert batch.column("turn_spans").to_pylist() == [None, None]
     assert batch.column("reward").to_pylist() == [0.5, None]
-    for found, expected in zip(decode_rollouts(batch), rollouts, strict=True):
-        assert_equal(found, expected)
+    for actual, expected in zip(decode_rollouts(batch), rollouts, strict=True):
+        assert_equal(actual, expected)
 
 
 float32s = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -101,16 +101,16 @@ def test_any_rollouts_survive_encoding_slicing_and_a_segment(rollouts, start):
     sliced = batch.slice(start)
     (stored,) = from_segment(to_segment([sliced]), "key")
     for candidate in (sliced, stored):
-        for found, expected in zip(decode_rollouts(candidate), rollouts[start:], strict=True):
-            assert_equal(found, expected)
+        for actual, expected in zip(decode_rollouts(candidate), rollouts[start:], strict=True):
+            assert_equal(actual, expected)
 
 
 def test_decoded_tokens_are_views_of_the_batch():
     batch = encode_rollouts("run", [by_hand()])
-    (found,) = decode_rollouts(batch)
+    (rollout,) = decode_rollouts(batch)
     values = batch.column("completion_token_ids").values.to_numpy()
-    assert np.shares_memory(found.completion_token_ids, values)
-    assert not found.completion_token_ids.flags.writeable
+    assert np.shares_memory(rollout.completion_token_ids, values)
+    assert not rollout.completion_token_ids.flags.writeable
 
 
 def test_a_value_that_does_not_fit_names_its_column():
@@ -129,12 +129,12 @@ def test_training_rows_survive_with_their_order_and_both_masks():
     batch = encode_batch("run", 9, rows)
     assert batch.schema.equals(BATCH_SCHEMA, check_metadata=True)
     assert batch.column("step").to_pylist() == [9, 9]
-    found = decode_batch(from_segment(to_segment([batch]))[0])
-    assert [row.rollout.rollout_index for row in found] == [1, 0]
-    assert [row.loss_mask.tolist() for row in found] == [mask.tolist() for mask in masks]
-    assert [row.rollout.loss_mask.tolist() for row in found] == [by_hand().loss_mask.tolist()] * 2
-    assert [row.advantage for row in found] == [-0.5, float(np.float32(2 / 3))]
-    assert [row.loss_weight for row in found] == [0.125, float(np.float32(0.1))]
+    decoded = decode_batch(from_segment(to_segment([batch]))[0])
+    assert [row.rollout.rollout_index for row in decoded] == [1, 0]
+    assert [row.loss_mask.tolist() for row in decoded] == [mask.tolist() for mask in masks]
+    assert [row.rollout.loss_mask.tolist() for row in decoded] == [by_hand().loss_mask.tolist()] * 2
+    assert [row.advantage for row in decoded] == [-0.5, float(np.float32(2 / 3))]
+    assert [row.loss_weight for row in decoded] == [0.125, float(np.float32(0.1))]
     with pytest.raises(SchemaMismatch, match=r"not in training order: order is \[1, 0\]"):
         decode_batch(batch.take(pa.array([1, 0])))
 
@@ -142,10 +142,10 @@ def test_training_rows_survive_with_their_order_and_both_masks():
 def test_rows_of_a_message_are_views_of_its_bytes():
     batch = encode_rollouts("run", [by_hand(0), by_hand(1)])
     data = memoryview(to_message(batch))
-    found = from_message(data, ROLLOUT_SCHEMA)
-    assert found.equals(batch, check_metadata=True)
+    received = from_message(data, ROLLOUT_SCHEMA)
+    assert received.equals(batch, check_metadata=True)
     memory = np.frombuffer(data, np.uint8)
-    assert all(np.shares_memory(one.completion_token_ids, memory) for one in decode_rollouts(found))
+    assert all(np.shares_memory(rollout.completion_token_ids, memory) for rollout in decode_rollouts(received))
 
 
 def with_turns(rollout_index, advantage, *turn_advantages):
@@ -165,10 +165,10 @@ def test_turns_and_their_advantages_survive_and_are_null_without():
     turns = [{"start": 0, "end": 2}, {"start": 2, "end": 4}]
     assert batch.column("turn_spans").to_pylist() == [turns, None]
     assert batch.column("turn_advantages").to_pylist() == [[float(np.float32(1 / 3)), -0.5], None]
-    found = decode_batch(from_segment(to_segment([batch]))[0])
-    assert [row.rollout.turn_spans for row in found] == [TURNS, ()]
-    assert [row.rollout.num_turns for row in found] == [2, 1]
-    assert [row.turn_advantages for row in found] == [(float(np.float32(1 / 3)), -0.5), ()]
+    decoded = decode_batch(from_segment(to_segment([batch]))[0])
+    assert [row.rollout.turn_spans for row in decoded] == [TURNS, ()]
+    assert [row.rollout.num_turns for row in decoded] == [2, 1]
+    assert [row.turn_advantages for row in decoded] == [(float(np.float32(1 / 3)), -0.5), ()]
     assert encode_batch("run", 9, [plain]).column("turn_advantages").null_count == 1
     with pytest.raises(SchemaMismatch, match="row 1: 1 turn_advantages, 2 turns; one each"):
         decode_batch(encode_batch("run", 9, [plain, with_turns(1, 0.5, 0.5)]))
@@ -177,14 +177,14 @@ def test_turns_and_their_advantages_survive_and_are_null_without():
 # ---- segments as bytes ----
 
 
-def test_a_torn_segment_is_refused_wherever_it_is_cut():
+def test_a_segment_that_is_cut_at_any_place_is_refused():
     data = to_segment([encode_rollouts("run", [by_hand()])])
     for size in range(0, len(data), 97):
         with pytest.raises(SchemaMismatch, match=r"rollouts/a/1\.arrow"):
             from_segment(data[:size], "rollouts/a/1.arrow")
 
 
-def test_no_flipped_byte_changes_what_is_read():
+def test_no_flipped_byte_changes_the_values_that_are_read():
     batch = encode_rollouts("run", [by_hand(0), by_hand(1)])
     data = to_segment([batch])
     refused = 0
@@ -192,8 +192,8 @@ def test_no_flipped_byte_changes_what_is_read():
         damaged = bytearray(data)
         damaged[position] ^= 0x41
         try:
-            (found,) = [conform(part) for part in from_segment(bytes(damaged), "key")]
-            assert found.to_pydict() == batch.to_pydict()
+            (read_batch,) = [conform(part) for part in from_segment(bytes(damaged), "key")]
+            assert read_batch.to_pydict() == batch.to_pydict()
         except SchemaMismatch:
             refused += 1
     assert refused > 0
@@ -207,7 +207,7 @@ def with_version(schema: pa.Schema, version: str) -> pa.Schema:
 
 
 @pytest.mark.parametrize("schema", [ROLLOUT_SCHEMA, PARTIAL_SCHEMA, BATCH_SCHEMA])
-def test_every_column_says_what_it_is(schema):
+def test_every_column_has_a_description(schema):
     assert all(field.metadata[b"description"].endswith(b".") for field in schema)
     check_schema(schema, schema)
 
@@ -228,6 +228,6 @@ def test_another_version_is_refused_by_name(version):
         (PARTIAL_SCHEMA, "'partial'; this reader requires 'rollout'"),
     ],
 )
-def test_a_wrong_schema_is_refused_with_what_is_wrong(schema, says):
+def test_a_wrong_schema_is_refused_and_the_message_names_the_difference(schema, says):
     with pytest.raises(SchemaMismatch, match=says):
         check_schema(schema)

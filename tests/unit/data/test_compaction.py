@@ -54,7 +54,9 @@ def put_step(store, step):
     groups, fates, batches = [], [], ()
     if step:
         groups, fates = [group(step)], [fate(step)]
-        batches = put_batch(store, step, EPOCH, [training_row(one, advantage=step / 7) for one in group(step)])
+        batches = put_batch(
+            store, step, EPOCH, [training_row(rollout, advantage=step / 7) for rollout in group(step)]
+        )
     if step == STALE_STEP:
         groups.append(group(0, attempt=3))
         fates.append(fate(0, "dropped_stale", attempt=3))
@@ -93,7 +95,7 @@ def test_the_rows_are_those_of_the_batches_and_the_dropped_group(run):
     dropped = second.filter(pa.compute.equal(second["fate"], "dropped_stale"))
     assert dropped["group_id"].to_pylist() == [0, 0]
     assert dropped["step"].to_pylist() == [STALE_STEP] * 2
-    sampled = [list(one.completion_token_ids) for one in group(0)]
+    sampled = [list(rollout.completion_token_ids) for rollout in group(0)]
     assert dropped["completion_token_ids"].to_pylist() == sampled
     assert dropped["advantage"].null_count == 2
 
@@ -163,7 +165,7 @@ def test_a_crash_at_any_write_loses_no_row(run, allowed):
     assert segments(run)[0] >= STEPS
 
 
-def test_a_batch_that_is_missing_or_damaged_keeps_its_segments_until_it_can_be_read(run, caplog):
+def test_a_missing_or_damaged_batch_keeps_its_segments_until_the_batch_can_be_read(run, caplog):
     key = batch_key(3, EPOCH, 0)
     whole = run.get(key)
     run.put(rollout_key("actor-0", ACTOR_EPOCH, STALE_STEP), b"torn")
@@ -194,11 +196,11 @@ def test_the_report_reads_compacted_rollouts_instead_of_their_batches(run):
     after = collect(counted)
     assert counted.requests["get compacted"] == 4  # of commits and rollouts
     assert counted.requests["get batches"] == STEPS - 15
-    assert [one.step for one in after.steps] == list(range(1, STEPS + 1))
-    for one, other in zip(before.steps, after.steps, strict=True):
-        assert one.trained == other.trained
+    assert [step.step for step in after.steps] == list(range(1, STEPS + 1))
+    for step_before, other in zip(before.steps, after.steps, strict=True):
+        assert step_before.trained == other.trained
         for name in ("rewards", "lengths", "sizes", "spreads", "versions", "lags"):
-            assert np.array_equal(getattr(one, name), getattr(other, name))
+            assert np.array_equal(getattr(step_before, name), getattr(other, name))
 
 
 def test_a_batch_can_be_decoded_from_the_compacted_rows(run):

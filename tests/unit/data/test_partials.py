@@ -31,9 +31,9 @@ from tests.builders import partial_row as row
 from tests.fakes import MemoryStore
 
 
-def assert_same(found, expected):
+def assert_same(actual, expected):
     for name in PartialRow.__dataclass_fields__:
-        left, right = getattr(found, name), getattr(expected, name)
+        left, right = getattr(actual, name), getattr(expected, name)
         assert np.array_equal(left, right) if isinstance(right, np.ndarray) else left == right, name
 
 
@@ -61,8 +61,8 @@ ENDED = {
 def test_rows_come_back_as_they_were_written():
     rows = [row(), row(3, 2, index=1, **ENDED), row(4, 0, finish_reason=FinishReason.LENGTH)]
     (batch,) = from_segment(to_segment([encode_partials(rows)]))
-    for found, expected in zip(decode_partials(batch), rows, strict=True):
-        assert_same(found, expected)
+    for actual, expected in zip(decode_partials(batch), rows, strict=True):
+        assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("wrong", [{"weight_spans": ()}, {"rollout_logprobs": np.zeros(2, np.float32)}])
@@ -78,21 +78,21 @@ def test_rows_are_joined_by_their_offsets():
     assert (known[1].finish_reason, known[1].reward) == (FinishReason.STOP, 0.5)
 
 
-def test_what_follows_a_gap_is_dropped():
+def test_tokens_after_a_gap_are_dropped():
     known = join_rows([row(0, 3), row(5, 2), row(7, 1, **ENDED)])
     assert known[0].token_ids.tolist() == [0, 1, 2]
     assert known[0].finish_reason is None
     assert join_rows([row(2, 3)]) == {}
 
 
-def test_a_later_row_replaces_what_it_covers():
+def test_a_later_row_replaces_the_tokens_of_its_range():
     known = join_rows([row(0, 4, version=7), row(2, 3, version=9)])
     assert known[0].weight_spans == (WeightSpan(7, 0, 2), WeightSpan(9, 2, 5))
     again = join_rows([row(0, 4, version=7), row(0, 5, version=9)])  # exact versions came with the end
     assert again[0].weight_spans == (WeightSpan(9, 0, 5),)
 
 
-def test_the_next_holder_finds_what_the_newest_one_before_knew_of_each_rollout(store):
+def test_the_next_holder_reads_each_rollout_from_the_newest_holder_that_logged_the_rollout(store):
     log(store, "a", 1).write([row(0, 3, index=0), row(0, 2, index=1)])
     log(store, "b", 9).write([row(0, 3, index=0, attempt=1, origins=(Origin("a", 1, 2),))])
     holders = [
@@ -107,47 +107,47 @@ def test_the_next_holder_finds_what_the_newest_one_before_knew_of_each_rollout(s
     assert PartialReader(store).read_continuations(6, holders) == {}
 
 
-def test_whose_logs_hold_what_is_found_in_the_store(store):
+def test_the_holders_of_each_group_are_read_from_the_logs_in_the_store(store):
     log(store, "a", 1).write([row(), row(group_id=6)])
     log(store, "b", 2).write([row(attempt=1000)])
-    found = PartialReader(store).holders()
-    assert found == {5: [PreviousHolder("b", 2, 1000), PreviousHolder("a", 1, 0)], 6: [PreviousHolder("a", 1, 0)]}
+    holders = PartialReader(store).holders()
+    assert holders == {5: [PreviousHolder("b", 2, 1000), PreviousHolder("a", 1, 0)], 6: [PreviousHolder("a", 1, 0)]}
 
 
-def test_a_damaged_segment_costs_what_it_held_and_no_more(store):
-    one = log(store)
+def test_a_damaged_segment_costs_the_tokens_from_its_gap_on_and_no_more(store):
+    partial_log = log(store)
     for start in (0, 3, 6):
-        one.write([row(start, 3), row(start, 3, index=1)])
+        partial_log.write([row(start, 3), row(start, 3, index=1)])
     store.put(partial_key("a", 1, 1), b"torn")
     taken = PartialReader(store).read_continuations(5, [PreviousHolder("a", 1, 0)])
     assert [len(taken[index].token_ids) for index in (0, 1)] == [3, 3]
 
 
 def test_segments_without_an_open_group_are_removed(store):
-    one = log(store)
-    one.write([row(group_id=1)])
-    one.write([row(group_id=1), row(group_id=2)])
-    one.write([row(group_id=2)])
-    one.forget([(1, 0)])
+    partial_log = log(store)
+    partial_log.write([row(group_id=1)])
+    partial_log.write([row(group_id=1), row(group_id=2)])
+    partial_log.write([row(group_id=2)])
+    partial_log.forget([(1, 0)])
     assert keys(store) == [partial_key("a", 1, 1), partial_key("a", 1, 2)]
-    one.forget([(2, 0), (3, 0)])
+    partial_log.forget([(2, 0), (3, 0)])
     assert keys(store) == []
-    one.write([row(group_id=4)])
+    partial_log.write([row(group_id=4)])
     assert keys(store) == [partial_key("a", 1, 3)]  # a number is never used twice
 
 
 def test_a_store_that_fails_for_a_while_costs_nothing(store, monkeypatch):
-    one = log(store)
+    partial_log = log(store)
     put = store.put
 
     def fail(*_arguments, **_more):
         raise StoreError("503")
 
     monkeypatch.setattr(store, "put", fail)
-    one.write([row(0, 3)])
+    partial_log.write([row(0, 3)])
     monkeypatch.setattr(store, "put", put)
-    one.write([])
-    one.write([row(3, 2)])
+    partial_log.write([])
+    partial_log.write([row(3, 2)])
     assert len(PartialReader(store).read_continuations(5, [PreviousHolder("a", 1, 0)])[0].token_ids) == 5
 
 
@@ -167,9 +167,9 @@ class Slow(MemoryStore):
 
 def inherited(store, actor, *, groups, segments):
     """A log that takes `segments` x 40 ms to read; (group, holder) of each of its groups."""
-    one = log(store, actor)
+    partial_log = log(store, actor)
     for number in range(segments):
-        one.write([row(0, 3, group_id=number % groups)])
+        partial_log.write([row(0, 3, group_id=number % groups)])
     return [(group_id, PreviousHolder(actor, 1, 0)) for group_id in range(groups)]
 
 
@@ -179,7 +179,7 @@ def slow(monkeypatch):
     return Slow()
 
 
-def test_a_log_that_takes_longer_to_read_than_it_is_cached_is_read_once(slow):
+def test_a_log_whose_reading_takes_longer_than_its_caching_is_read_once(slow):
     leases = [lease for actor in "ab" for lease in inherited(slow, actor, groups=12, segments=60)]
     reader = PartialReader(slow, clock=lambda: slow.now)
     for group_id, holder in leases:
@@ -198,7 +198,7 @@ def test_a_log_that_grows_is_listed_again_and_only_its_new_segments_are_read(slo
     assert set(slow.read.values()) == {1}
 
 
-def test_after_an_error_of_the_store_the_reading_goes_on_where_it_ended(slow, monkeypatch):
+def test_after_an_error_of_the_store_reading_continues_from_the_failed_segment(slow, monkeypatch):
     ((_, holder),) = inherited(slow, "a", groups=1, segments=5)
     reader = PartialReader(slow, clock=lambda: slow.now)
     get = slow.get
@@ -227,7 +227,7 @@ def test_a_log_that_does_not_come_delays_no_other_log(store, monkeypatch):
     monkeypatch.setattr(store, "get", wait_for_a)
     reader = PartialReader(store)
     with ThreadPoolExecutor(2) as threads:
-        first, second = (threads.submit(reader.read_continuations, group_id, [one]) for group_id, one in leases)
+        first, second = (threads.submit(reader.read_continuations, group_id, [holder]) for group_id, holder in leases)
         try:
             assert second.result(60)
             assert not first.done()
@@ -260,7 +260,7 @@ def completion(num, *spans):
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 1), st.booleans()), max_size=12), st.booleans())
-def test_growth_adds_up_to_the_completion_wherever_it_is_cut(steps, is_exact):
+def test_growth_adds_up_to_the_completion_for_all_cuts(steps, is_exact):
     progress = Progress(group_id=5, rollout_index=0, attempt=0)
     rows, num, version, spans = [], 0, 0, []
     for num_new, newer, is_flushed in steps:
@@ -291,7 +291,7 @@ def _runs(spans):
         yield version, list(group)
 
 
-def test_what_was_taken_over_is_logged_by_its_new_holder():
+def test_tokens_that_were_taken_over_are_logged_by_their_new_holder():
     taken = replace(row(0, 4), origins=(Origin("a", 1, 4),))
     progress = Progress(group_id=5, rollout_index=0, attempt=1, restored=taken)
     assert progress.completion().token_ids.tolist() == [0, 1, 2, 3]

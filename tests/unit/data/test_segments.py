@@ -86,8 +86,8 @@ def test_a_group_reads_back_from_its_segment(store):
     expected = append(writer, 6)
     writer.seal()
     reader = SegmentReader(store)
-    found = decode_rollouts(reader.read_group("actor-0", 3, 0, 6, 0))
-    assert [row.completion_token_ids.tolist() for row in found] == [
+    decoded = decode_rollouts(reader.read_group("actor-0", 3, 0, 6, 0))
+    assert [row.completion_token_ids.tolist() for row in decoded] == [
         row.completion_token_ids.tolist() for row in expected
     ]
     assert reader.groups_in("rollouts/actor-0/000003/00000000.arrow") == [
@@ -109,8 +109,8 @@ def test_groups_share_record_batches_of_a_bounded_size(store, monkeypatch):
     assert [batch.num_rows for batch in batches] == [24, 8, 8]
     reader = SegmentReader(store)
     for group_id, rollouts in enumerate(expected):
-        found = decode_rollouts(reader.read_group("actor-0", 3, 0, group_id, 0))
-        for row, rollout in zip(found, rollouts, strict=True):
+        decoded = decode_rollouts(reader.read_group("actor-0", 3, 0, group_id, 0))
+        for row, rollout in zip(decoded, rollouts, strict=True):
             assert row.rollout_index == rollout.rollout_index
             assert row.completion_token_ids.tolist() == rollout.completion_token_ids.tolist()
             assert row.rollout_logprobs.tolist() == rollout.rollout_logprobs.tolist()
@@ -142,7 +142,7 @@ def test_the_cache_is_small_and_spares_the_store(store, monkeypatch):
     assert [parse_rollout_key(key).seq for key in reads] == [0, 1, 2, 1]
 
 
-def test_listing_leaves_out_what_lies_below_the_low_water_mark(store):
+def test_listing_leaves_out_segments_below_the_low_water_mark(store):
     writer = make_writer(store)
     for group_id in range(3):
         append(writer, group_id)

@@ -113,7 +113,7 @@ class Watched(EmulatedClock):
         return rest_seconds
 
 
-def test_the_mean_decode_step_is_within_3_percent_of_the_emulated_one():
+def test_the_mean_decode_step_is_within_3_percent_of_the_emulated_step():
     speeds = EmulatedSpeeds.of(config(token_seconds=1.2e-4))  # 6 ms: a sleep alone would end some 10 % late
     clock = Watched(speeds)
     generate(clock, slots=2, num=2, max_tokens=100)

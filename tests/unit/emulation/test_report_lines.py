@@ -45,22 +45,22 @@ def test_real_speed_has_no_emulation():
 
 
 def test_accelerators_are_split_or_taken_in_turn():
-    found = emulation(settings(), COMMITS)
-    assert (found["generators"], found["trainers"]) == (1, 3)
-    assert "4 accelerators (1 generate, 3 train)" in found["note"]
-    found = emulation(settings("conventional"), COMMITS)
-    assert (found["generators"], found["trainers"]) == (4, 4)
-    assert "4 accelerators (in turn)" in found["note"]
+    figures = emulation(settings(), COMMITS)
+    assert (figures["generators"], figures["trainers"]) == (1, 3)
+    assert "4 accelerators (1 generate, 3 train)" in figures["note"]
+    figures = emulation(settings("conventional"), COMMITS)
+    assert (figures["generators"], figures["trainers"]) == (4, 4)
+    assert "4 accelerators (in turn)" in figures["note"]
 
 
 def test_overruns_are_summed_over_actor_epochs_and_over_steps():
-    found = emulation(settings(), COMMITS)
-    assert found["decode_overrun_seconds"] == pytest.approx(0.5 + 0.25 + 0.5)  # actor-1 was restarted
-    assert found["train_overrun_seconds"] == pytest.approx(0.5)
-    assert "1.2 s longer than that in decoding and 0.5 s in training" in found["note"]
+    figures = emulation(settings(), COMMITS)
+    assert figures["decode_overrun_seconds"] == pytest.approx(0.5 + 0.25 + 0.5)  # actor-1 was restarted
+    assert figures["train_overrun_seconds"] == pytest.approx(0.5)
+    assert "1.2 s longer than that in decoding and 0.5 s in training" in figures["note"]
 
 
-def test_report_and_page_show_it_at_the_top(store):
+def test_report_and_page_show_the_emulation_and_the_page_shows_the_note_at_the_top(store):
     run = write_run(store, Shape(steps=3))
     assert build_report(store)["emulation"] is None
     assert "Speeds are emulated" not in render_report(store)

@@ -12,20 +12,20 @@ def load(running, kv_usage, *, queued=0, num_preemptions=0):
 
 def after(limit, *loads, every=10.0, start=0.0):
     """The limit after each observation."""
-    return [limit.update(one, now=start + (i + 1) * every) for i, one in enumerate(loads)]
+    return [limit.update(observation, now=start + (i + 1) * every) for i, observation in enumerate(loads)]
 
 
-def test_it_starts_at_the_ceiling_and_stays_there_while_there_is_room():
+def test_the_limit_starts_at_the_ceiling_and_stays_there_while_there_is_room():
     assert after(ConcurrencyLimit(64, now=0), *[load(64, 0.5)] * 3) == [64, 64, 64]
 
 
-def test_a_preemption_and_a_full_cache_cut_what_runs_to_four_fifths():
+def test_a_preemption_and_a_full_cache_cut_the_running_sequences_to_four_fifths():
     limit = ConcurrencyLimit(100, now=0)
     assert after(limit, load(100, 0.9, num_preemptions=1), load(80, 0.96, num_preemptions=1)) == [80, 64]
     assert after(ConcurrencyLimit(100, now=0), load(50, 0.99)) == [40]  # places that stood empty are no measure
 
 
-def test_it_grows_by_a_sixteenth_of_the_ceiling_only_while_all_places_are_in_use_and_nothing_queues():
+def test_the_limit_grows_by_a_sixteenth_only_while_all_places_are_in_use_and_nothing_queues():
     limit = ConcurrencyLimit(64, now=0)
     after(limit, load(64, 1.0))  # 51
     assert after(limit, load(51, 0.5), load(54, 0.5), load(59, 0.5, queued=1), load(59, 0.9), start=10) == [
@@ -37,7 +37,7 @@ def test_it_grows_by_a_sixteenth_of_the_ceiling_only_while_all_places_are_in_use
     assert after(limit, load(55, 0.5), load(59, 0.5), load(63, 0.5), load(64, 0.5), start=60) == [59, 63, 64, 64]
 
 
-def test_it_looks_once_a_second_and_waits_five_after_a_cut():
+def test_the_limit_looks_once_a_second_and_waits_five_seconds_after_a_cut():
     limit = ConcurrencyLimit(100, now=0)
     assert limit.update(load(100, 1.0), now=0.9) == 100
     assert limit.update(load(100, 1.0), now=1.0) == 80
@@ -47,7 +47,7 @@ def test_it_looks_once_a_second_and_waits_five_after_a_cut():
 
 @settings(deadline=None)
 @given(st.integers(1, 300), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 3)), max_size=60))
-def test_it_never_leaves_one_to_ceiling(ceiling, observations):
+def test_the_limit_stays_between_one_and_the_ceiling(ceiling, observations):
     limit, preemptions = ConcurrencyLimit(ceiling, now=0), 0
     for index, (usage, new) in enumerate(observations):
         preemptions += new

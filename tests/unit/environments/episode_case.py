@@ -72,7 +72,7 @@ def played(code, *hosts, task=None, tasks=(), overrides=(), path="my_env.py:Env"
     tasks = tasks or [task] * len(hosts)
 
     async def work(pool):
-        calls = (pool.play(one, 11, host) for one, host in zip(tasks, hosts, strict=True))
+        calls = (pool.play(episode_task, 11, host) for episode_task, host in zip(tasks, hosts, strict=True))
         return await asyncio.gather(*calls, return_exceptions=True)
 
     results = run(code, work, *overrides, path=path)

@@ -146,9 +146,9 @@ def attacked(user, script, *, is_forked, is_separate):
             variables = {"PATH": os.defpath, "OPENAI_API_KEY": KEY}
             victim, output = launched.start([python, path], variables, is_separate)
             others = {"role": role.pid, "launcher": launched.process.pid, "program": int(output.readline())}
-            attacker, found = launched.start([python, path, json.dumps(others)], variables, is_separate)
-            with attacker, victim, output, found:
-                return json.loads(found.read())
+            attacker, report = launched.start([python, path, json.dumps(others)], variables, is_separate)
+            with attacker, victim, output, report:
+                return json.loads(report.read())
     finally:
         role.kill()
         role.wait()
@@ -157,9 +157,9 @@ def attacked(user, script, *, is_forked, is_separate):
 @needs_landlock
 @pytest.mark.parametrize("is_forked", [False, True])
 def test_a_program_reaches_no_process_outside_of_its_domain(user, script, is_forked):
-    found, effective, bounding, no_new_privileges = attacked(user, script, is_forked=is_forked, is_separate=True)
+    findings, effective, bounding, no_new_privileges = attacked(user, script, is_forked=is_forked, is_separate=True)
     harmless = [] if landlock.version() >= 6 else ["signal"]
-    assert found == dict.fromkeys(("role", "launcher", "program", "guard"), harmless)
+    assert findings == dict.fromkeys(("role", "launcher", "program", "guard"), harmless)
     assert not any(effective >> number & 1 for number in privileges.OVER_PROCESSES)
     if user[0] == {} and os.geteuid() == 0:
         assert effective & 0b11  # CAP_CHOWN, CAP_DAC_OVERRIDE: programs of root may still write files
@@ -169,11 +169,11 @@ def test_a_program_reaches_no_process_outside_of_its_domain(user, script, is_for
 
 def test_without_isolation_a_program_reads_other_programs_and_roles(user, script):
     """The attempts of the test above work; launcher and guard refuse those of a user other than root."""
-    found, *_ = attacked(user, script, is_forked=False, is_separate=False)
+    findings, *_ = attacked(user, script, is_forked=False, is_separate=False)
     for who in ("role", "program"):
-        assert {"variables", "memory", "descriptors", "descriptor", "trace", "signal"} <= set(found[who])
+        assert {"variables", "memory", "descriptors", "descriptor", "trace", "signal"} <= set(findings[who])
     if user[0]:
-        assert found["launcher"] == found["guard"] == ["signal"]
+        assert findings["launcher"] == findings["guard"] == ["signal"]
 
 
 def test_a_fork_of_the_launcher_has_no_key_of_an_earlier_episode_in_its_memory(script):
@@ -185,8 +185,8 @@ def test_a_fork_of_the_launcher_has_no_key_of_an_earlier_episode_in_its_memory(s
         )
         with control, output:
             assert output.read() == "0\n"
-        for one, text in held:
-            one.close()
+        for process, text in held:
+            process.close()
             text.close()
 
 
@@ -231,19 +231,19 @@ chat([user("a")])
 reward(1)
 """
     overrides = ("environment.reward=posted", f"environment.isolation={isolation}")
-    one = played(
+    episode = played(
         tmp_path, code, "one", overrides=overrides, task={"actor": os.getpid()}.items(), host=ScriptedHost("a")
     )
-    assert one.shown == [is_readable]
-    assert one.result.score == 1
+    assert episode.shown == [is_readable]
+    assert episode.result.score == 1
 
 
 def test_a_host_without_landlock_is_named(monkeypatch):
     monkeypatch.setattr(landlock, "version", lambda: 0)
     monkeypatch.setattr(privileges, "forbid_dumps", lambda: None)  # this process is no environment process
     environments = [Posted([sys.executable, "agent.py"], [], isolation) for isolation in ("auto", "none")]
-    for one in environments:
-        one._launcher._socket.close()
-        one._launcher._process.wait(timeout=30)
+    for environment in environments:
+        environment._launcher._socket.close()
+        environment._launcher._process.wait(timeout=30)
     assert environments[0].note.startswith("this kernel has no Landlock (Linux 5.13")
     assert not hasattr(environments[1], "note")

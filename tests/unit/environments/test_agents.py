@@ -90,7 +90,7 @@ def played(directory, code, *turns, overrides=("environment.reward=posted",), ta
 
 
 def _runs(script):
-    return any(script in (one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"]))
+    return any(script in (process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"]))
 
 
 def test_a_program_plays_turns_and_sends_its_reward(tmp_path):
@@ -101,10 +101,10 @@ messages += [{**message(first), "refusal": None, "content": " one\\n"}, user([{"
 second = chat(messages)
 show([first, second, call("GET", "/models"), os.environ["PIPELINERL_SEED"], reward(0.5, turns=2)])
 """
-    one = played(tmp_path, code, "one", Reply(text="two", content="two", num_tokens=3, num_tokens_before=9))
-    assert [messages for messages, _ in one.host.asked] == [[user("hello")], [user("more")]]
-    assert one.components == {"reward": 0.5, "turns": 2.0}
-    first, second, models, seed, rewarded = one.shown[0]
+    episode = played(tmp_path, code, "one", Reply(text="two", content="two", num_tokens=3, num_tokens_before=9))
+    assert [messages for messages, _ in episode.host.asked] == [[user("hello")], [user("more")]]
+    assert episode.components == {"reward": 0.5, "turns": 2.0}
+    first, second, models, seed, rewarded = episode.shown[0]
     assert first[1]["choices"][0] == {
         "index": 0,
         "message": {"role": "assistant", "content": "one"},
@@ -132,8 +132,8 @@ show(call("POST", "/chat/completions", body)[0])
 reward(1)
 """
     calls = Reply(text="<call>", content="", tool_calls=(ToolCall("add", {"a": 1}),), num_tokens=2)
-    one = played(tmp_path, code, calls, "done")
-    answer, status = one.shown
+    episode = played(tmp_path, code, calls, "done")
+    answer, status = episode.shown
     choice = answer[1]["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] is None
@@ -141,9 +141,9 @@ reward(1)
         {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
     ]
     assert status == 200
-    assert one.host.asked[1][0] == [{"role": "tool", "tool_call_id": "call00000", "content": "3"}]
-    assert one.host.asked[0][1] == [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    assert one.result.score == 1
+    assert episode.host.asked[1][0] == [{"role": "tool", "tool_call_id": "call00000", "content": "3"}]
+    assert episode.host.asked[0][1] == [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    assert episode.result.score == 1
 
 
 def test_a_repeated_request_is_one_turn_and_an_equal_body_alone_is_no_repetition(tmp_path):
@@ -156,10 +156,10 @@ third = chat(messages, X_Stainless_Retry_Count="2")
 show([first == again, second == third])
 chat(messages)
 """
-    one = played(tmp_path, code, "one", "two")
-    assert one.shown == [[True, True]]
-    assert len(one.host.asked) == 2
-    assert "the history was rewritten: messages[3] is missing" in one.result
+    episode = played(tmp_path, code, "one", "two")
+    assert episode.shown == [[True, True]]
+    assert len(episode.host.asked) == 2
+    assert "the history was rewritten: messages[3] is missing" in episode.result
 
 
 def test_a_stream_has_the_turn_and_its_usage(tmp_path):
@@ -193,9 +193,9 @@ reward(1)
 )
 def test_a_program_without_a_result_is_an_error_that_says_why(tmp_path, code, says):
     overrides = ("environment.reward=posted", "environment.call_seconds=3")
-    one = played(tmp_path, code, "one", "two", overrides=overrides)
-    assert says in one.result, one.result
-    assert one.result.startswith("environment command python")
+    episode = played(tmp_path, code, "one", "two", overrides=overrides)
+    assert says in episode.result, episode.result
+    assert episode.result.startswith("environment command python")
 
 
 def test_a_wrong_request_is_refused_and_the_program_may_go_on(tmp_path):
@@ -211,10 +211,10 @@ show([
 ])
 reward(0)
 """
-    one = played(tmp_path, code, "one")
-    assert one.shown[0] == [401, 400, "n must be 1: the run samples the episodes of a group", 400, 404,
+    episode = played(tmp_path, code, "one")
+    assert episode.shown[0] == [401, 400, "n must be 1: the run samples the episodes of a group", 400, 404,
                             "reward is no number", 200]  # fmt: skip
-    assert one.result.score == 0
+    assert episode.result.score == 0
 
 
 def test_a_budget_that_is_used_up_is_a_refusal_and_a_program_that_fails_then_has_reward_0(tmp_path):
@@ -233,12 +233,12 @@ sys.exit(task["exit"])
     assert (handled.result.is_cut, handled.result.score) == (False, 0.25)
 
 
-@pytest.mark.parametrize(("what", "reward"), [("answer", 1), ("stdout", 0)])
-def test_the_verifier_of_the_run_scores_the_answer_or_the_output(tmp_path, what, reward):
+@pytest.mark.parametrize(("source", "reward"), [("answer", 1), ("stdout", 0)])
+def test_the_verifier_of_the_run_scores_the_answer_or_the_output(tmp_path, source, reward):
     code = "message(chat([user('7+8?')]))\nprint('x' * 200000)\nprint(14)"
-    overrides = (f"environment.reward={what}", "reward.kind=last_number")
-    one = played(tmp_path, code, "it is 15", overrides=overrides, task={"answer": "15"}.items())
-    assert one.result.score == reward
+    overrides = (f"environment.reward={source}", "reward.kind=last_number")
+    episode = played(tmp_path, code, "it is 15", overrides=overrides, task={"answer": "15"}.items())
+    assert episode.result.score == reward
 
 
 def test_nothing_that_a_program_has_started_outlives_its_episode(tmp_path):
@@ -254,11 +254,11 @@ time.sleep(task["wait"])
 """
     for wait, overrides in ((0, ()), (60, ("environment.call_seconds=2",))):
         Path(tmp_path / "shown.jsonl").unlink(missing_ok=True)
-        one = played(tmp_path, code, "one", task={"wait": wait}.items(),
+        episode = played(tmp_path, code, "one", task={"wait": wait}.items(),
                      overrides=("environment.reward=posted", *overrides))  # fmt: skip
-        (pid,) = one.shown
+        (pid,) = episode.shown
         wait_for(lambda pid=pid: not psutil.pid_exists(pid), "the end of the orphan", seconds=20)
-        assert isinstance(one.result, str) == bool(wait)
+        assert isinstance(episode.result, str) == bool(wait)
 
 
 def test_a_key_is_dead_after_its_episode(tmp_path):
@@ -308,8 +308,8 @@ def test_an_exit_code_above_255_is_an_error_of_a_fork_too(tmp_path):
     """The kernel keeps the low byte, and a program that is no fork ends with 0 then."""
     command = f"environment.command={json.dumps([sys.executable, str(tmp_path / 'agent.py')])}"
     overrides = ("environment.reward=posted", command, 'environment.preload=["wave"]')
-    one = played(tmp_path, "chat([user('a')])\nreward(1)\nsys.exit(256)", "one", overrides=overrides)
-    assert "ended with exit code 1" in one.result
+    episode = played(tmp_path, "chat([user('a')])\nreward(1)\nsys.exit(256)", "one", overrides=overrides)
+    assert "ended with exit code 1" in episode.result
 
 
 @pytest.mark.parametrize(

@@ -265,8 +265,8 @@ def test_an_episode_that_cannot_be_interrupted_is_a_timeout_and_the_scoring_of_a
         )
         return [await asyncio.gather(call, return_exceptions=True) for call in calls]
 
-    found = run(code, work, *LIMITS)
-    assert [type(error) for (error,) in found] == [EnvironmentTimeout, EnvironmentFailed]
+    outcomes = run(code, work, *LIMITS)
+    assert [type(error) for (error,) in outcomes] == [EnvironmentTimeout, EnvironmentFailed]
 
 
 @pytest.mark.parametrize("name", DEADLY)

@@ -72,7 +72,7 @@ def test_other_tests_are_refused_in_one_line(value, says):
 
 
 @pytest.mark.parametrize(
-    ("found", "expected", "is_same"),
+    ("actual", "expected", "is_same"),
     [
         (1, 1, True),
         (1.0, 1, True),
@@ -93,8 +93,8 @@ def test_other_tests_are_refused_in_one_line(value, says):
         ([10**400], [10**400], True),
     ],
 )
-def test_values_are_compared_as_json(found, expected, is_same):
-    assert same_value(found, expected) is is_same
+def test_values_are_compared_as_json(actual, expected, is_same):
+    assert same_value(actual, expected) is is_same
 
 
 def test_texts_are_compared_without_the_ends_of_lines():

@@ -128,8 +128,8 @@ MALFORMED = {
 def test_a_malformed_request_has_an_answer(name):
     data, expected = MALFORMED[name]
 
-    async def work(one):
-        return await one.sent(data.replace(b"{key}", one.endpoint.key.encode()))
+    async def work(client):
+        return await client.sent(data.replace(b"{key}", client.endpoint.key.encode()))
 
     head, _, body = served(work).partition(b"\r\n\r\n")
     assert status(head) == expected
@@ -162,12 +162,12 @@ def test_a_malformed_request_has_an_answer(name):
     ],
 )
 def test_a_wrong_body_is_refused_with_a_sentence_and_the_episode_goes_on(path, body, says):
-    async def work(one):
-        refused = await one.post(path, body)
-        assert one.ask.num_turns == 0
-        assert not one.endpoint.failed.done()
-        assert one.endpoint.posted is None
-        assert (await one.post("/chat/completions", {"messages": MESSAGES}))[0] == 200
+    async def work(client):
+        refused = await client.post(path, body)
+        assert client.ask.num_turns == 0
+        assert not client.endpoint.failed.done()
+        assert client.endpoint.posted is None
+        assert (await client.post("/chat/completions", {"messages": MESSAGES}))[0] == 200
         return refused
 
     code, answer = served(work)
@@ -187,10 +187,10 @@ SNIPPETS = st.sampled_from(
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.lists(SNIPPETS | st.binary(max_size=20), min_size=1, max_size=12), min_size=10, max_size=10))
 def test_any_bytes_have_answers_or_no_request(requests):
-    async def work(one):
+    async def work(client):
         for parts in requests:
-            data = b"".join(parts).replace(b"{key}", one.endpoint.key.encode())
-            answer = await one.sent(data)
+            data = b"".join(parts).replace(b"{key}", client.endpoint.key.encode())
+            answer = await client.sent(data)
             assert not data or answer.startswith(b"HTTP/1.1 "), data
 
     served(work)
@@ -199,13 +199,13 @@ def test_any_bytes_have_answers_or_no_request(requests):
 def test_the_key_is_checked_before_the_body_is_read():
     """The client with the wrong key sends no body and has its answer; a client that waits is told to go on."""
 
-    async def work(one):
+    async def work(client):
         head = post("/reward", b"{}", "Expect: 100-continue", key="sk-0")[:-2]
-        reader, writer = await one.connect(head)
+        reader, writer = await client.connect(head)
         wrong = await reader.readuntil(b"\r\n")
         writer.close()
-        head = post("/reward", b'{"reward":1}', "Expect: 100-continue", key=one.endpoint.key)[:-12]
-        reader, writer = await one.connect(head)
+        head = post("/reward", b'{"reward":1}', "Expect: 100-continue", key=client.endpoint.key)[:-12]
+        reader, writer = await client.connect(head)
         right = await reader.readuntil(b"\r\n\r\n")
         writer.write(b'{"reward":1}')
         last = await reader.readuntil(b"\r\n")
@@ -216,20 +216,20 @@ def test_the_key_is_checked_before_the_body_is_read():
 
 
 def test_bodies_without_a_key_are_dropped_and_bodies_of_all_connections_are_bounded():
-    async def work(one):
+    async def work(client):
         body = bytes(MAX_BODY)
-        answers = [await one.sent(post("/reward", body, key="sk-0")) for _ in range(3)]
+        answers = [await client.sent(post("/reward", body, key="sk-0")) for _ in range(3)]
         assert {status(answer) for answer in answers} == {401}
-        assert one.endpoint._room.left == MAX_BODIES
-        unfinished = [await one.connect(post("/reward", body, key=one.endpoint.key)[:-1]) for _ in range(2)]
-        await until(lambda: one.endpoint._room.left == 2)
-        refused = await one.sent(post("/reward", b'{"reward":1}', key=one.endpoint.key))
+        assert client.endpoint._room.left == MAX_BODIES
+        unfinished = [await client.connect(post("/reward", body, key=client.endpoint.key)[:-1]) for _ in range(2)]
+        await until(lambda: client.endpoint._room.left == 2)
+        refused = await client.sent(post("/reward", b'{"reward":1}', key=client.endpoint.key))
         assert status(refused) == 503
         assert b"\r\nRetry-After: 1\r\n" in refused
         for _, writer in unfinished:
             writer.close()
-        await until(lambda: one.endpoint._room.left == MAX_BODIES)
-        return await one.post("/reward", {"reward": 1})
+        await until(lambda: client.endpoint._room.left == MAX_BODIES)
+        return await client.post("/reward", {"reward": 1})
 
     assert served(work)[0] == 200
 
@@ -238,17 +238,17 @@ def test_connections_are_bounded_and_silent_ones_end(monkeypatch):
     monkeypatch.setattr(endpoints, "MAX_CONNECTIONS", 3)
     monkeypatch.setattr("pipelinerl_core.environments.agents.http.HEAD_SECONDS", 0.5)
 
-    async def work(one):
-        silent = [await one.connect() for _ in range(3)]
-        await until(lambda: len(one.endpoint._connections) == 3)
-        reader, writer = await one.connect()
+    async def work(client):
+        silent = [await client.connect() for _ in range(3)]
+        await until(lambda: len(client.endpoint._connections) == 3)
+        reader, writer = await client.connect()
         refused = await reader.read()
         writer.close()
         ended = [await reader.read() for reader, _ in silent]
         for _, writer in silent:
             writer.close()
-        await until(lambda: not one.endpoint._connections)
-        code, _ = await one.post("/reward", {"reward": 1})
+        await until(lambda: not client.endpoint._connections)
+        code, _ = await client.post("/reward", {"reward": 1})
         return status(refused), {status(answer) for answer in ended}, code
 
     assert HEAD_SECONDS > 1
@@ -256,16 +256,16 @@ def test_connections_are_bounded_and_silent_ones_end(monkeypatch):
 
 
 def test_the_reward_counts_once_and_from_its_own_episode_only():
-    async def work(one):
-        async with Endpoint(one.ask) as other:
-            foreign = await one.post("/reward", {"reward": -1000}, key=other.key)
-            first = await one.post("/reward", {"reward": 1})
-            second = await one.post("/reward", {"reward": -1000})
-            equal = await one.post("/reward", {"reward": 1})
-            repeated = await one.post("/reward", {"reward": 1}, "X-Stainless-Retry-Count: 1")
-            raw = await one.sent(post("/reward", {"reward": 2}, key=one.endpoint.key))
+    async def work(client):
+        async with Endpoint(client.ask) as other:
+            foreign = await client.post("/reward", {"reward": -1000}, key=other.key)
+            first = await client.post("/reward", {"reward": 1})
+            second = await client.post("/reward", {"reward": -1000})
+            equal = await client.post("/reward", {"reward": 1})
+            repeated = await client.post("/reward", {"reward": 1}, "X-Stainless-Retry-Count: 1")
+            raw = await client.sent(post("/reward", {"reward": 2}, key=client.endpoint.key))
             assert other.posted is None
-        assert one.endpoint.posted == {"reward": 1.0}
+        assert client.endpoint.posted == {"reward": 1.0}
         assert b"X-Should-Retry: false" in raw  # else the official clients repeat the request
         return [code for code, _ in (foreign, first, second, equal, repeated)], second[1]["error"]["message"]
 

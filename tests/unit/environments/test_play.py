@@ -129,8 +129,8 @@ def test_an_environment_may_score_the_episodes_of_a_group_together():
         return await pool.score_group({"answer": 7}, transcripts), errors
 
     results, errors = run(COMPARED, work)
-    assert [float(one.score) for one in results] == [0.0, 1.0, 0.0]
-    assert [one.turn_rewards for one in results] == [(0.0,), (0.0,), (0.0,)]
+    assert [float(result.score) for result in results] == [0.0, 1.0, 0.0]
+    assert [result.turn_rewards for result in results] == [(0.0,), (0.0,), (0.0,)]
     assert dict(results[1].score.components) == {"best": 1.0, "parts": 3.0}
     assert re.search(r"score_group returned 1 results for 4 transcripts \(my_env\.py:8\)", errors[0])
     assert re.search(r"score_group returned no best, which weights names .*\(my_env\.py:8\)", errors[1])

@@ -89,7 +89,9 @@ def test_a_class_may_read_files_and_start_programs_without_isolation():
     code = code.replace('"fork"', '"read_again"').replace("os.fork() or None", "open(task['file']).read()")
     code = code.replace('open(task["file"], "w")', "None")
     (result,) = played(code, ScriptedHost(), task=task, overrides=["environment.isolation=none"])
-    assert {"read", "read_own", "run", "thread"} < {one.name for one in result.score.components if one.value}
+    assert {"read", "read_own", "run", "thread"} < {
+        component.name for component in result.score.components if component.value
+    }
 
 
 def test_a_file_that_starts_a_thread_is_refused_with_the_name_of_the_key():

@@ -62,7 +62,7 @@ def test_config_keys_lists_every_setting_with_its_meaning():
     assert text.index("prompts.answer_column =") < text.index("# with prompts.kind=huggingface:")
 
 
-def test_an_unknown_key_names_the_nearest_one():
+def test_an_unknown_key_names_the_nearest_key():
     assert "trainer.step: no such key; did you mean trainer.steps?" in refused(
         "train", "quickstart", "trainer.step=3"
     )
@@ -112,7 +112,7 @@ def test_compare_refuses_bad_input_with_one_line():
     assert "at least two arms" in refused("compare", "--rates", "1e-4,2e-4"), "before the search"
 
 
-def test_simulate_paper_is_one_document_with_the_published_figures_beside_it():
+def test_simulate_paper_is_one_document_with_the_published_figures():
     document = json.loads(pipelinerl("simulate", "--paper", "--json").stdout)
     assert document["results"]["ratio"] == pytest.approx(document["published"]["ratio"], abs=0.01)
     assert "--paper" in refused("simulate")
@@ -158,7 +158,7 @@ def test_version_names_the_release_and_the_commit():
     assert re.fullmatch(r"pipelinerl \d+\.\d+\.\d+(\+[0-9a-f]{7})?\n", pipelinerl("--version").stdout)
 
 
-def test_init_writes_a_file_that_train_reads_and_refuses_to_overwrite_it(tmp_path):
+def test_init_writes_a_file_that_train_reads_and_refuses_to_overwrite_the_file(tmp_path):
     file = tmp_path / "mine.toml"
     assert str(file) in pipelinerl("init", str(file), "trainer.steps=7").stdout
     assert load_config(str(file)) == load_config("quickstart", ["trainer.steps=7"])
@@ -218,7 +218,7 @@ def test_an_id_cannot_leave_the_root(tmp_path):
             locate_run(run, str(tmp_path))
 
 
-def test_run_json_is_written_once_and_the_first_one_counts(tmp_path):
+def test_run_json_is_written_once_and_the_first_record_counts(tmp_path):
     url = make_run(tmp_path, "a-1")
     again = create_run(url, load_config("quickstart", ["trainer.steps=9"]), flow_run_id="g", mlflow=None)
     assert again.config.trainer.steps == 7

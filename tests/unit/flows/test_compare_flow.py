@@ -21,7 +21,7 @@ ARMS = (Arm("keep", ("engine.kv=keep",)), Arm("drain", ("engine.kv=drain",)))
         ([False], [False], [0.57]),  # drained: the comparison does not start it again
     ],
 )
-def test_a_run_continues_while_it_is_stopped_below_the_target(monkeypatch, reached, completed, levels):
+def test_a_run_that_was_stopped_below_the_target_is_continued(monkeypatch, reached, completed, levels):
     plan = plan_comparison(Wanted(source="quickstart", arms=ARMS, target=0.5, seeds=(0,)))
     tried, answers, done = [], iter(reached), iter(completed)
 

@@ -71,7 +71,7 @@ def test_containers_of_docker_see_all_gpus_and_share_the_locks_that_assign_them(
         (None, "deploy needs a Prefect server"),
     ],
 )
-def test_without_a_server_deploy_says_what_to_set(url, says):
+def test_without_a_server_deploy_names_the_setting_to_set(url, says):
     with temporary_settings({PREFECT_API_URL: url}), pytest.raises(ConfigError, match=re.escape(says)):
         deploy("process", "")
 

@@ -47,7 +47,7 @@ def test_a_run_that_diverged_has_an_exit_code_of_its_own(capsys):
     assert capsys.readouterr().err == "pipelinerl: TrainingDiverged: step 3: nan\n"
 
 
-def test_the_command_to_continue_names_the_run_of_this_command_and_not_the_newest_one(monkeypatch, capsys, tmp_path):
+def test_the_command_to_continue_names_the_run_of_this_command_and_not_the_newest_run(monkeypatch, capsys, tmp_path):
     remember_latest(f"file://{tmp_path}/of-another-command")
 
     def interrupted(job, *, is_checked, on_open):

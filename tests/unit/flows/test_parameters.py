@@ -32,7 +32,10 @@ def field_of(key):
 
 def bounds(field):
     """Of a field, or of the number in a field that is auto or a number."""
-    number = next((one.__metadata__[0] for one in get_args(field.annotation) if hasattr(one, "__metadata__")), field)
+    number = next(
+        (argument.__metadata__[0] for argument in get_args(field.annotation) if hasattr(argument, "__metadata__")),
+        field,
+    )
     return {type(rule).__name__: rule for rule in number.metadata}
 
 
@@ -55,10 +58,10 @@ def test_every_field_has_a_key_and_reaches_the_configuration():
     assert set(Settings.model_fields) == set(KEYS) == set(EXAMPLES)
     config = load_config("quickstart", Settings(**EXAMPLES).overrides())
     for name, value in EXAMPLES.items():
-        found = config
+        reached = config
         for part in KEYS[name].split("."):
-            found = getattr(found, part)
-        assert found == value, name
+            reached = getattr(reached, part)
+        assert reached == value, name
     assert Settings().overrides() == ()
 
 
@@ -75,12 +78,12 @@ def test_bad_values_are_refused(wrong):
 
 
 @pytest.mark.parametrize("flow", [train, compare, evaluate, actor, trainer, replay], ids=lambda flow: flow.name)
-def test_every_parameter_of_every_flow_says_what_it_is(flow):
+def test_every_parameter_of_every_flow_has_a_description(flow):
     properties = flow.parameters.model_dump()["properties"]
     assert [name for name, field in properties.items() if not field.get("description")] == []
 
 
-def test_the_form_shows_each_field_as_what_it_takes():
+def test_the_form_shows_each_field_with_the_type_of_its_values():
     schema = train.parameters.model_dump()["definitions"]["Settings"]["properties"]
     assert schema["steps"] == {
         "type": "integer",

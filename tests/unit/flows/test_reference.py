@@ -24,11 +24,11 @@ def test_the_bounds_of_a_key_are_in_words():
 
 
 def pages_of(entries: list) -> list[str]:
-    found = []
+    pages = []
     for entry in entries:
         for value in entry.values():
-            found += pages_of(value) if isinstance(value, list) else [value]
-    return found
+            pages += pages_of(value) if isinstance(value, list) else [value]
+    return pages
 
 
 def test_the_site_has_every_page_once():

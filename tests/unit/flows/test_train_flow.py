@@ -41,7 +41,7 @@ class RunRoles:
     def start(self, name: str) -> None:
         self.started.append(name)
 
-    def wait_until(self, what, condition, seconds) -> None: ...
+    def wait_until(self, name, condition, seconds) -> None: ...
 
     def wait(self, seconds: float) -> None:
         self.ended.add("trainer")
@@ -165,7 +165,7 @@ def complete(tmp_path, monkeypatch):
     return open_run(f"file://{tmp_path}/r-1")
 
 
-def test_a_resume_of_a_complete_run_repeats_the_last_evaluation_only_if_it_is_missing(complete):
+def test_a_resume_of_a_complete_run_repeats_the_last_evaluation_only_if_its_record_is_missing(complete):
     tracker = MagicMock(logged=None)
     assert train_flow.train_opened(complete, tracker)["wall_seconds"] == 1.0
     assert RunRoles.newest is None

@@ -24,15 +24,15 @@ def questions(*settings):
 
 def test_options_change_the_entries():
     two_digits = questions("prompts.options.chain_sum.max_terms=2", "prompts.options.chain_sum.max_digits=1")
-    assert {len(one.split()) for one in two_digits} == {3}
-    assert max(len(number) for one in two_digits for number in one.split()) == 1
+    assert {len(question.split()) for question in two_digits} == {3}
+    assert max(len(number) for question in two_digits for number in question.split()) == 1
 
 
 def test_a_level_sets_several_options_and_single_options_replace_its_values():
-    assert {len(one) for one in questions("prompts.levels.chain_sum=0")} == {len("1 + 2")}
-    assert max(len(one.split()) for one in questions("prompts.levels.chain_sum=3")) == 9
+    assert {len(question) for question in questions("prompts.levels.chain_sum=0")} == {len("1 + 2")}
+    assert max(len(question.split()) for question in questions("prompts.levels.chain_sum=3")) == 9
     longer = questions("prompts.levels.chain_sum=0", "prompts.options.chain_sum.max_terms=4")
-    assert {len(one.split()) for one in longer} == {3, 5, 7}
+    assert {len(question.split()) for question in longer} == {3, 5, 7}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_level_sets_several_options_and_single_options_replace_its_values():
             "prompts.tasks=x: the scorer of this reasoning-gym task was not reviewed",
         ),
     ],
-    ids=lambda one: str(one)[:40],
+    ids=lambda value: str(value)[:40],
 )
 def test_a_wrong_option_is_one_line_that_lists_the_options(settings, expected):
     with pytest.raises(ConfigError, match=f"^{expected}") as raised:

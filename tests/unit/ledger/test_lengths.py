@@ -52,7 +52,7 @@ def test_a_third_is_rounded_and_first_and_last_are_alike(length, third):
     assert summary.lengths == expected
 
 
-def test_spans_add_up_to_their_rollout_wherever_it_is_cut():
+def test_spans_add_up_to_their_rollout_for_every_cut():
     rng = np.random.default_rng(0)
     for length in range(2, 30):
         cut = int(rng.integers(1, length))
@@ -79,13 +79,13 @@ def test_short_completions_of_a_group_become_stale_with_the_longest():
         make_rollout(rollout_index=1, spans=[(0, 0, 4), (1, 4, 8), (2, 8, 12)]),
     ]
     [summary] = summarize([group_named(0, num_rollouts=2, num_tokens=18)], encode_rollouts("run", rollouts))
-    found = split_lengths(summary, 4, max_lag=1)
-    assert (found["trained"].num_tokens, found["masked_stale"].num_tokens) == (4, 14)
-    assert found["masked_stale"].mean_length == pytest.approx((6 * 6 + 8 * 12) / 14)
-    assert length_bias({**found, "generated": summary.lengths}) == pytest.approx(1.2)
+    lengths_by_fate = split_lengths(summary, 4, max_lag=1)
+    assert (lengths_by_fate["trained"].num_tokens, lengths_by_fate["masked_stale"].num_tokens) == (4, 14)
+    assert lengths_by_fate["masked_stale"].mean_length == pytest.approx((6 * 6 + 8 * 12) / 14)
+    assert length_bias({**lengths_by_fate, "generated": summary.lengths}) == pytest.approx(1.2)
 
 
-def test_each_class_keeps_its_own_lengths_and_what_is_undecided_is_ready():
+def test_each_class_keeps_its_own_lengths_and_undecided_groups_are_ready():
     tokens = TokenLedger()
     tokens.arrive_group(group())
     assert tokens.lengths.totals() == {"generated": ALL, "ready": ALL}

@@ -154,11 +154,11 @@ def play(history: History) -> ScriptedRun:
     config = history.config()
     run = ScriptedRun(config, history.script(), on_change=Inspector(config))
     run.join("a")
-    for pause, what, who in history.events:
+    for pause, event, who in history.events:
         run.run(pause)
         if run.ledger.is_done:
             return run
-        happen(run, what, who)
+        happen(run, event, who)
     for name in ACTORS:
         if name not in run.actors:
             run.join(name)
@@ -166,19 +166,19 @@ def play(history: History) -> ScriptedRun:
     return run
 
 
-def happen(run: ScriptedRun, what: str, who: str) -> None:
-    if what == "trainer":
+def happen(run: ScriptedRun, event: str, who: str) -> None:
+    if event == "trainer":
         run.restart_trainer()
     elif who not in run.actors:
         run.join(who)
-    elif what == "leave":
+    elif event == "leave":
         run.leave(who)
-    elif what == "die":
+    elif event == "die":
         run.die(who)
-    elif what == "restart":
+    elif event == "restart":
         run.die(who)
         run.join(who)
-    elif what == "silence":
+    elif event == "silence":
         run.silence(who, 2 * LEASE_SECONDS)
 
 

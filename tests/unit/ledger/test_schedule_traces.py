@@ -53,10 +53,10 @@ def shuffled(group_ids: Sequence[int], prefix: str) -> list[int]:
 
 def test_pipeline_leases_while_the_window_has_a_place_and_swaps_in_the_middle_of_groups():
     # W = (max_lag + 1) * N = 4. Three slots, so the actor wants what it lacks of three groups.
-    found = trace(
+    events = trace(
         config(slots=3, steps=3, kind="pipeline", max_lag=1), [2, 3, 6, 2, 2, 3, 2, 2], filtered=[4]
     )  # fmt: skip
-    assert found == [
+    assert events == [
         "t=0 lease 0,1,2 -> a v0",  # three of the four places
         "t=2 ready 0",
         "t=2 lease 3 -> a v0",  # out: 1, 2 leased, 0 ready; the fourth place
@@ -116,7 +116,7 @@ def test_conventional_fills_a_phase_then_takes_its_steps_and_announces_at_its_en
     ]
 
 
-def test_april_pauses_at_n_and_goes_on_after_the_update_with_what_was_unfinished():
+def test_april_pauses_at_n_and_goes_on_after_the_update_with_the_unfinished_groups():
     # alpha * N = 4 groups after each announcement, all of them in slots.
     assert trace(config(slots=4, steps=3, kind="april", alpha=2, max_lag=1), [2, 3, 6, 5, 1, 4]) == [
         "t=0 lease 0,1,2,3 -> a v0",
@@ -144,7 +144,7 @@ def test_april_pauses_at_n_and_goes_on_after_the_update_with_what_was_unfinished
     ]
 
 
-def test_april_rounds_alpha_n_up_and_refills_what_does_not_stay():
+def test_april_rounds_alpha_n_up_and_replaces_groups_that_do_not_stay():
     # alpha * N = 1.3 * 2 = 2.6, hence 3 groups; three slots.
     assert trace(config(slots=3, steps=2, kind="april", alpha=1.3, max_lag=1), [1, 3, 4, 1, 1], filtered=[0]) == [
         "t=0 lease 0,1,2 -> a v0",
@@ -166,7 +166,7 @@ def test_april_rounds_alpha_n_up_and_refills_what_does_not_stay():
     ]
 
 
-def test_wait_holds_a_step_back_for_a_group_that_would_be_stale_after_it():
+def test_wait_holds_a_step_back_for_a_group_that_would_be_stale_after_the_step():
     # W = 4, four slots. Group 2 takes 7 units; its version 0 is live up to step 0 + 1 + max_lag = 2.
     rules = config(slots=4, steps=2, kind="pipeline", max_lag=1, stale="wait")
     assert trace(rules, [1, 1, 7, 2, 1, 1]) == [
@@ -187,7 +187,7 @@ def test_wait_holds_a_step_back_for_a_group_that_would_be_stale_after_it():
     ]
 
 
-def test_wait_goes_on_without_the_group_after_wait_seconds_and_masks_what_came_too_late():
+def test_wait_goes_on_without_the_group_after_wait_seconds_and_masks_late_tokens():
     rules = config(slots=4, steps=3, kind="pipeline", max_lag=1, stale="wait", wait_seconds=2)
     assert trace(rules, [1, 1, 7, 2, 1, 1]) == [
         "t=0 lease 0,1,2,3 -> a v0",

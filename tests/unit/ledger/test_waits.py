@@ -61,7 +61,7 @@ def test_actors_lose_engine_time_whether_or_not_the_trainer_waits():
     assert totals(waits) == {"actors": 0.25 + 0.5 + 0.5}
 
 
-def test_who_is_silent_is_not_waiting():
+def test_a_silent_role_is_not_waiting():
     waits = Waits()
     waits.actor_synced(A, 10.0, 1.0)
     waits.trainer_waits(20.0)  # the actor is gone
@@ -106,7 +106,7 @@ def sync(running: int, want: int, waiting: int = 0, leases: tuple[str, ...] = ()
     return sync_message(running=running, waiting=waiting, want=want, leases=leases)
 
 
-def test_a_reservation_says_what_was_waited_for_it():
+def test_a_reservation_has_the_waits_before_its_step():
     """N = 2, max_lag = 1: W = 4 groups."""
     now = [0.0]
     ledger = Ledger(small_config(), clock=lambda: now[0])

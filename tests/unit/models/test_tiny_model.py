@@ -21,7 +21,7 @@ def no_models_on_this_host(tmp_path, monkeypatch):
 def test_the_layout_of_the_heads_and_the_kind_stay(name):
     large, small = KNOWN_MODELS[name], builtin_recipe(f"builtin:tiny?of={name}").settings
     assert {small[key] == large[key] for key in ("model_type", "architectures", "tie_word_embeddings")} == {True}
-    ratios = [found["num_attention_heads"] // found["num_key_value_heads"] for found in (large, small)]
+    ratios = [config["num_attention_heads"] // config["num_key_value_heads"] for config in (large, small)]
     assert ratios[0] == ratios[1]
     assert small["num_key_value_heads"] == 2
     assert small["hidden_size"] == 32 * small["num_attention_heads"]

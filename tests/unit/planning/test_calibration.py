@@ -1,4 +1,7 @@
-"""Calibration: a run that is simulated and recorded is predicted again; recorded runs of the repository are read."""
+"""Calibration: a run that is simulated and recorded is predicted again; recorded runs of the repository are read.
+
+Tests call the private parts of a calibration on made-up commits: a calibration itself reads whole recorded runs.
+"""
 
 import json
 import tarfile
@@ -44,15 +47,15 @@ def recorded(tmp_path_factory):
 
 def commits_of(num, running, step_seconds, seconds=1.0):
     """An actor whose decode steps last step_seconds(running sequences)."""
-    found, tokens, busy = [], 0, 0.0
+    commits, tokens, busy = [], 0, 0.0
     for step in range(num):
         load = running[step % len(running)]
         tokens, busy = tokens + int(load * seconds / step_seconds(load)), busy + load * seconds
         sample = SimpleNamespace(
             at=step * seconds, num_tokens=tokens, running_seconds=busy, concurrency=64, counters=Counters()
         )
-        found.append(SimpleNamespace(step=step, actors={"actor-0/1": sample}, swaps=()))
-    return found
+        commits.append(SimpleNamespace(step=step, actors={"actor-0/1": sample}, swaps=()))
+    return commits
 
 
 def test_the_fixed_part_of_a_decode_step_is_told_apart_if_the_load_varies():
@@ -77,74 +80,76 @@ def test_swaps_are_no_time_of_decode_steps():
 
 
 def test_a_recorded_run_gives_speeds_and_a_prediction(recorded):
-    found = calibrate(recorded)
-    assert found.config.engine.concurrency == 48
-    assert found.work.prompt_tokens == 10
-    assert 0.001 < found.speeds.decode_seconds(48) < 0.1
-    assert found.speeds.decode_seconds(0) == 0
-    assert 0.005 < found.speeds.train_seconds(1500) < 0.5
-    assert found.measured.steps_per_second > 1
-    work = found.work
+    calibrated = calibrate(recorded)
+    assert calibrated.config.engine.concurrency == 48
+    assert calibrated.work.prompt_tokens == 10
+    assert 0.001 < calibrated.speeds.decode_seconds(48) < 0.1
+    assert calibrated.speeds.decode_seconds(0) == 0
+    assert 0.005 < calibrated.speeds.train_seconds(1500) < 0.5
+    assert calibrated.measured.steps_per_second > 1
+    work = calibrated.work
     assert 0 < work.commit_seconds < 0.5
     assert 0 <= work.fetch_seconds < 0.5
     assert 0 <= work.snapshot_seconds < 0.5
-    predicted = predict(found, found.config)
+    predicted = predict(calibrated, calibrated.config)
     assert 0 < predicted.mean_lag <= 4
-    text = json.loads(json.dumps(recorded_document(found, found, None)))
-    assert text["measured"]["steps_per_second"] == found.measured.steps_per_second
-    assert {one["source"] for one in text["inputs"]} == {f"measured: {found.origin}"}
+    text = json.loads(json.dumps(recorded_document(calibrated, calibrated, None)))
+    assert text["measured"]["steps_per_second"] == calibrated.measured.steps_per_second
+    assert {row["source"] for row in text["inputs"]} == {f"measured: {calibrated.origin}"}
     assert lines(text)[1].startswith("steps per second")
 
 
 def test_the_effective_sample_size_is_that_of_recorded_steps_by_their_lag(recorded):
-    found = calibrate(recorded)
-    assert sum(one.steps for one in found.ess_by_lag) == len(recorded.steps)
-    assert [one.lag for one in found.ess_by_lag] == sorted({one.lag for one in found.ess_by_lag})
+    calibrated = calibrate(recorded)
+    assert sum(row.steps for row in calibrated.ess_by_lag) == len(recorded.steps)
+    assert [row.lag for row in calibrated.ess_by_lag] == sorted({row.lag for row in calibrated.ess_by_lag})
     first = next(step for step in recorded.steps if step.step == 1)
     assert set(np.flatnonzero(first.lags)) == {0}
-    fresh = found.ess_by_lag[0]
+    fresh = calibrated.ess_by_lag[0]
     assert fresh.lag == 0
     assert 0 < fresh.ess_sequence <= fresh.ess <= 1
-    text = lines(recorded_document(found, found, None))
+    text = lines(recorded_document(calibrated, calibrated, None))
     assert sum("ess_sequence" in line for line in text) == 1
 
 
 def test_the_time_of_decode_steps_agrees_with_the_recorded_sequences(recorded):
     """The corrected line gives the measured time of a running sequence per token."""
-    found = calibrate(recorded)
+    calibrated = calibrate(recorded)
     kept = recorded.trained_commits[max(1, len(recorded.trained_commits) // 5) :]
-    run = simulate(found.config, found.speeds, found.work)
+    run = simulate(calibrated.config, calibrated.speeds, calibrated.work)
     assert run.seconds_per_token == pytest.approx(calibration._seconds_per_token(kept), rel=0.1)
 
 
 def test_a_prediction_is_that_of_the_simulator_at_the_measured_speeds():
     config = build_config(CONFIG)
     work = Work(lengths=Lengths.uniform(64))
-    found = Calibration(config=config, speeds=SPEEDS, work=work)
+    calibrated = Calibration(config=config, speeds=SPEEDS, work=work)
     run = simulate(config, SPEEDS, work)
-    assert predict(found, config).mean_lag == run.mean_lag(12)
+    assert predict(calibrated, config).mean_lag == run.mean_lag(12)
     twice = build_config({**CONFIG, "placement": {"actors": 2}, "schedule": {"max_lag": 8}})
-    assert predict(found, twice).steps_per_second > 1.3 * predict(found, config).steps_per_second
+    assert predict(calibrated, twice).steps_per_second > 1.3 * predict(calibrated, config).steps_per_second
 
 
 def test_processes_that_compute_at_once_share_the_cores():
     """One trainer and one actor have a core each; with three actors, four processes share two cores."""
-    found = Calibration(config=build_config(CONFIG), speeds=SPEEDS, work=Work(lengths=Lengths.uniform(64)), cores=2)
+    calibrated = Calibration(
+        config=build_config(CONFIG), speeds=SPEEDS, work=Work(lengths=Lengths.uniform(64)), cores=2
+    )
     four = build_config({**CONFIG, "placement": {"actors": 3}, "schedule": {"max_lag": 12}})
-    assert found.speeds_of(found.config) == SPEEDS
-    assert found.speeds_of(four).decode_seconds(10) == pytest.approx(2 * SPEEDS.decode_seconds(10))
-    assert found.speeds_of(four).train_seconds(1000) == pytest.approx(2 * SPEEDS.train_seconds(1000))
+    assert calibrated.speeds_of(calibrated.config) == SPEEDS
+    assert calibrated.speeds_of(four).decode_seconds(10) == pytest.approx(2 * SPEEDS.decode_seconds(10))
+    assert calibrated.speeds_of(four).train_seconds(1000) == pytest.approx(2 * SPEEDS.train_seconds(1000))
 
 
 def test_schedules_that_take_turns_have_the_speeds_that_were_measured_in_turns():
     alone = MeasuredSpeeds(decode=Line(0.008, 1e-4, 8, 32), train=Line(0.03, 1e-4, 1000, 4000))
     config, work = build_config(CONFIG), Work(lengths=Lengths.uniform(64))
-    found = Calibration(config=config, speeds=SPEEDS, work=work, cores=1, other_speeds=alone)
+    calibrated = Calibration(config=config, speeds=SPEEDS, work=work, cores=1, other_speeds=alone)
     turns = build_config({**CONFIG, "schedule": {"kind": "conventional"}})
-    assert found.speeds_of(config) == SPEEDS
-    assert found.speeds_of(turns) == alone
+    assert calibrated.speeds_of(config) == SPEEDS
+    assert calibrated.speeds_of(turns) == alone
     two = build_config({**CONFIG, "schedule": {"kind": "conventional"}, "placement": {"actors": 2}})
-    assert found.speeds_of(two).train_seconds(1000) == pytest.approx(2 * alone.train_seconds(1000))
+    assert calibrated.speeds_of(two).train_seconds(1000) == pytest.approx(2 * alone.train_seconds(1000))
     assert Calibration(config=config, speeds=SPEEDS, work=work).speeds_of(turns) == SPEEDS
 
 
@@ -182,12 +187,12 @@ def test_slots_that_stay_empty_beside_work_are_measured_if_the_engine_always_has
         assert speeds.decode.at(29) == pytest.approx(slow_trainer.decode.at(29), rel=0.1)
 
 
-def test_what_is_extrapolated_or_left_out_is_said():
-    found = Calibration(config=build_config(CONFIG), speeds=SPEEDS, work=Work(lengths=Lengths.uniform(64)))
-    assert found.warnings_of(found.config) == ["evaluations"]
+def test_a_calibration_warns_of_extrapolation_and_omission():
+    calibrated = Calibration(config=build_config(CONFIG), speeds=SPEEDS, work=Work(lengths=Lengths.uniform(64)))
+    assert calibrated.warnings_of(calibrated.config) == ["evaluations"]
     wide = build_config({**CONFIG, "engine": {"concurrency": 128}, "schedule": {"max_lag": 8},
                          "placement": {"actors": 2}})  # fmt: skip
-    texts = found.warnings_of(wide)
+    texts = calibrated.warnings_of(wide)
     assert [text.partition(" ")[0] for text in texts] == ["evaluations", "the", "a"]
 
 

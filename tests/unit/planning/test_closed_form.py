@@ -57,22 +57,22 @@ def test_a_curve_that_does_not_increase_is_refused(points):
 
 def test_conventional_by_hand():
     """8 sequences of 1 or 2 tokens on 2 accelerators: 4 and 2 on each, 4 / 1 and 2 / 0.5 flashes, 12 tokens."""
-    found = conventional(system(), 1)
-    assert (found.generation, found.training, found.lag) == pytest.approx((12 / 8, 2 / 3, 0))
-    assert found.throughput == pytest.approx(12 / (8 + 12 * 3 / 2))
+    setting = conventional(system(), 1)
+    assert (setting.generation, setting.training, setting.lag) == pytest.approx((12 / 8, 2 / 3, 0))
+    assert setting.throughput == pytest.approx(12 / (8 + 12 * 3 / 2))
 
 
 def test_a_longer_phase_fills_the_accelerators():
     """16 sequences: 8 and 4 per accelerator, 8 and 4 flashes, 24 tokens."""
-    found = conventional(system(), 2)
-    assert (found.generation, found.lag) == pytest.approx((24 / 12, 1))
+    setting = conventional(system(), 2)
+    assert (setting.generation, setting.lag) == pytest.approx((24 / 12, 1))
 
 
 def test_pipeline_by_hand():
     """4 sequences in flight sample 4 * 2 tokens during the longest completion: 5.3 completions of 1.5, 0.67 steps."""
-    found = pipeline(system(), 4, 1)
-    assert (found.generation, found.training, found.lag) == pytest.approx((1, 1 / 3, 1))
-    assert found.throughput == pytest.approx(1 / 3)
+    setting = pipeline(system(), 4, 1)
+    assert (setting.generation, setting.training, setting.lag) == pytest.approx((1, 1 / 3, 1))
+    assert setting.throughput == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("max_lag", [1, 2, 3, 7, 30])
@@ -85,10 +85,10 @@ def test_the_search_finds_the_best_of_all_settings(max_lag):
     )
     every = [pipeline(given, sequences, generators) for sequences in range(1, 60) for generators in range(1, 8)]
     best = max(setting.throughput for setting in every if setting.lag <= max_lag)
-    found = best_pipeline(given, max_lag)
-    assert found.throughput == pytest.approx(best)
-    assert found.lag <= max_lag
-    assert found.lag == min(setting.lag for setting in every if setting.throughput >= best - 1e-12)
+    chosen = best_pipeline(given, max_lag)
+    assert chosen.throughput == pytest.approx(best)
+    assert chosen.lag <= max_lag
+    assert chosen.lag == min(setting.lag for setting in every if setting.throughput >= best - 1e-12)
 
 
 def test_settings_without_meaning_are_refused():
@@ -108,10 +108,10 @@ def test_the_system_of_emulated_accelerators():
     config = small_config(
         emulation={"accelerators": 4, "token_seconds": 0.001, "saturation": 10, "train_token_seconds": 0.003}
     )
-    found = System.of(config, Lengths.uniform(3), prompt_tokens=1.0)
-    assert (found.accelerators, found.batch) == (4, 2 * 4)
-    assert found.train_flashes == pytest.approx(3 * (1 + 1 / 2))
-    assert found.utilization.at(np.array([5.0])) == pytest.approx([0.5])
+    emulated = System.of(config, Lengths.uniform(3), prompt_tokens=1.0)
+    assert (emulated.accelerators, emulated.batch) == (4, 2 * 4)
+    assert emulated.train_flashes == pytest.approx(3 * (1 + 1 / 2))
+    assert emulated.utilization.at(np.array([5.0])) == pytest.approx([0.5])
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_the_system_of_emulated_accelerators():
 )
 def test_mean_staleness_is_near_the_published_measurements(concurrency, batch, queue, balance, spread, measured):
     """Six training runs of the article."""
-    found = mean_staleness(concurrency=concurrency, batch=batch, queue=queue, balance=balance, spread=spread)
-    assert found == pytest.approx(measured, abs=0.31)
+    staleness = mean_staleness(concurrency=concurrency, batch=batch, queue=queue, balance=balance, spread=spread)
+    assert staleness == pytest.approx(measured, abs=0.31)
 
 
 def test_mean_staleness_by_hand():

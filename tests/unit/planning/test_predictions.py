@@ -62,29 +62,29 @@ def test_many_sequences_are_bound_by_flops():
     assert speeds.decode_seconds(100_000) >= 100_000 * 2 * multiplied / (0.5 * 989e12) * 0.999
 
 
-def test_each_input_says_where_it_comes_from():
-    kinds = {one["input"]: one["source"].partition(":")[0] for one in inputs(Table(), PRESET)}
+def test_each_input_names_its_source():
+    kinds = {row["input"]: row["source"].partition(":")[0] for row in inputs(Table(), PRESET)}
     assert kinds["decode step"] == kinds["optimizer step"] == "looked up"
     assert kinds["completions"] == "assumed"
     given = Changed(Table(), 2.0, Lengths.uniform(100))
-    assert next(one for one in inputs(given, PRESET) if one["input"] == "completions")["source"].startswith("given")
+    assert next(row for row in inputs(given, PRESET) if row["input"] == "completions")["source"].startswith("given")
 
 
 def test_waits_for_tools_are_given_or_named_as_left_out():
     config = override_config(PRESET, ["environment.path=game.py:Game", "reward.kind=auto"])
     assert "waits for the environment. Give --turns and --tool-seconds" in document(Table(), config)["not_simulated"]
-    found = document(Changed(Table(), turns=4, tool_seconds=600.0), config)
-    assert found["inputs"][-1]["value"] == "4 of equal length, 600 s between two"
-    assert not any("--turns" in one for one in found["not_simulated"])
-    assert found["predicted"]["busy_slots"] < document(Table(), config)["predicted"]["busy_slots"]
+    prediction = document(Changed(Table(), turns=4, tool_seconds=600.0), config)
+    assert prediction["inputs"][-1]["value"] == "4 of equal length, 600 s between two"
+    assert not any("--turns" in text for text in prediction["not_simulated"])
+    assert prediction["predicted"]["busy_slots"] < document(Table(), config)["predicted"]["busy_slots"]
 
 
 def test_unequal_actors_have_a_speed_each():
     slower = Changed(Table(), actor_speeds=(1.0, 0.5))
     config = override_config(PRESET, ["placement.actors=2"])
-    found = document(slower, config)
-    assert found["inputs"][-1]["value"] == "speeds 1, 0.5"
-    ratio = found["predicted"]["steps_per_second"] / document(Table(), config)["predicted"]["steps_per_second"]
+    prediction = document(slower, config)
+    assert prediction["inputs"][-1]["value"] == "speeds 1, 0.5"
+    ratio = prediction["predicted"]["steps_per_second"] / document(Table(), config)["predicted"]["steps_per_second"]
     assert ratio == pytest.approx(0.75, rel=0.1)
     with pytest.raises(ConfigError, match=r"--actor-speeds names 2 actors, and placement\.actors=3"):
         document(slower, override_config(PRESET, ["placement.actors=3"]))
@@ -100,11 +100,11 @@ def test_a_machine_without_a_calibration_and_an_unknown_accelerator_are_named():
 
 def test_a_document_has_the_time_of_the_run_the_bottleneck_and_the_memory():
     config = override_config(PRESET, ["trainer.steps=20", "trainer.groups_per_step=8", "schedule.max_lag=13"])
-    found = json.loads(json.dumps(document(Table(), config)))
-    assert found["predicted"]["seconds"] == pytest.approx(20 / found["predicted"]["steps_per_second"])
-    assert found["predicted"]["bottleneck"] == "training"
-    assert [role["role"] for role in found["memory"]["roles"]] == ["trainer", "actor"]
-    assert "bottleneck: training" in lines(found)
+    prediction = json.loads(json.dumps(document(Table(), config)))
+    assert prediction["predicted"]["seconds"] == pytest.approx(20 / prediction["predicted"]["steps_per_second"])
+    assert prediction["predicted"]["bottleneck"] == "training"
+    assert [role["role"] for role in prediction["memory"]["roles"]] == ["trainer", "actor"]
+    assert "bottleneck: training" in lines(prediction)
 
 
 # ---- cache ---------------------------------------------------------------------------------------------------------
@@ -113,23 +113,23 @@ def test_a_document_has_the_time_of_the_run_the_bottleneck_and_the_memory():
 def test_a_calibration_is_found_again_for_the_same_machine_engine_and_learner():
     cache.store_calibration(MEASURED)
     wider = override_config(MEASURED.config, ["engine.concurrency=64", "placement.actors=2", "schedule.max_lag=9"])
-    found = cache.cached_calibration(wider)
-    assert found.speeds == MEASURED.speeds
-    assert found.work.lengths.mean == MEASURED.work.lengths.mean
-    assert found.work.commit_seconds == 0.02
-    assert found.origin.startswith("calibration of 20")
-    assert predict(found, MEASURED.config) == predict(MEASURED, MEASURED.config)
+    calibration = cache.cached_calibration(wider)
+    assert calibration.speeds == MEASURED.speeds
+    assert calibration.work.lengths.mean == MEASURED.work.lengths.mean
+    assert calibration.work.commit_seconds == 0.02
+    assert calibration.origin.startswith("calibration of 20")
+    assert predict(calibration, MEASURED.config) == predict(MEASURED, MEASURED.config)
     assert cache.cached_calibration(override_config(MEASURED.config, ["placement.threads=2"])) is None
-    assert found.other_speeds is None
+    assert calibration.other_speeds is None
     lengths = Lengths.of_groups([[1, 2, 2, 2], [50, 60, 60, 60]])
     in_turns = MeasuredSpeeds(decode=Line(0.005, 1e-4, 8, 32), train=Line(0.03, 1e-4, 1000, 4000))
     work = replace(MEASURED.work, lengths=lengths, arrival_seconds=0.01, usable_slots=0.9)
     cache.store_calibration(replace(MEASURED, work=work, other_speeds=in_turns))
-    found = cache.cached_calibration(MEASURED.config)
-    assert found.other_speeds == in_turns
-    assert (found.work.arrival_seconds, found.work.usable_slots) == (0.01, 0.9)
-    assert found.work.lengths.groups.tolist() == lengths.groups.tolist()
-    assert found.work.lengths.is_course
+    calibration = cache.cached_calibration(MEASURED.config)
+    assert calibration.other_speeds == in_turns
+    assert (calibration.work.arrival_seconds, calibration.work.usable_slots) == (0.01, 0.9)
+    assert calibration.work.lengths.groups.tolist() == lengths.groups.tolist()
+    assert calibration.work.lengths.is_course
 
 
 def test_a_damaged_calibration_counts_as_missing():
@@ -148,7 +148,7 @@ def test_a_sweep_predicts_all_combinations_and_marks_the_best(tmp_path):
         MEASURED,
         MEASURED.config,
         parse_sweep(["placement.actors=1,2", "schedule.max_lag=1,4"]),
-        on_progress=lambda one, total: done.append((one, total)),
+        on_progress=lambda count, total: done.append((count, total)),
     )
     assert done == [(1, 4), (2, 4), (3, 4), (4, 4)]
     assert [point.overrides for point in points][1] == ("placement.actors=1", "schedule.max_lag=4")

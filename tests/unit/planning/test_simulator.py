@@ -77,8 +77,8 @@ def test_the_mean_staleness_is_that_of_the_formula():
     expected = pipeline(System.of(config, LENGTHS), sequences=32, generators=4)
     balance = expected.generation / expected.training
     assert balance == pytest.approx(0.5)
-    found = simulated(config).mean_staleness(SKIP)
-    assert found == pytest.approx(
+    staleness = simulated(config).mean_staleness(SKIP)
+    assert staleness == pytest.approx(
         mean_staleness(balance=balance, concurrency=128, batch=64, spread=LENGTHS.spread(2)), abs=0.1
     )
 
@@ -135,7 +135,7 @@ def test_the_seed_decides_the_run():
     assert simulated(config) != simulated(config.model_copy(update={"seed": 1}))
 
 
-def test_what_cannot_be_simulated_is_refused():
+def test_configurations_that_cannot_be_simulated_are_refused():
     with pytest.raises(ConfigError, match="drain"):
         simulated(planned(engine={"kv": "drain"}))
     with pytest.raises(ConfigError, match="never trains"):
@@ -187,11 +187,11 @@ def test_the_trainer_waits_for_groups_and_rows_but_not_for_its_snapshot():
 def test_an_engine_syncs_at_the_next_multiple_of_the_interval():
     """Two engines, one sync per second each, half a second apart; a second request adds no sync."""
     config = planned(placement={"actors": 2})
-    found = simulator._Simulation(config, Constant(), Work(lengths=ONE_LENGTH, sync_seconds=1.0))
-    found._now = 2.3
+    simulation = simulator._Simulation(config, Constant(), Work(lengths=ONE_LENGTH, sync_seconds=1.0))
+    simulation._now = 2.3
     for number in (0, 1, 0):
-        found._sync_soon(number)
-    assert sorted(time for time, _, _ in found._events) == [2.5, 3.0]
+        simulation._sync_soon(number)
+    assert sorted(time for time, _, _ in simulation._events) == [2.5, 3.0]
 
 
 def paced(**values: Any) -> SimulatedRun:

@@ -94,7 +94,7 @@ def test_system_none_leaves_the_turn_of_the_user_alone(template, bos, expected):
     assert rendered(template, "none", bos) == expected
 
 
-def test_system_default_is_what_the_template_inserts_and_a_text_replaces_it():
+def test_system_default_is_the_prompt_of_the_template_and_a_text_replaces_that_prompt():
     template = CHATML_DEFAULT + CHATML_TURNS
     assert rendered(template, "default") == (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" + CHATML_USER

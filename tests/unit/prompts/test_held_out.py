@@ -123,8 +123,8 @@ def test_the_same_text_of_one_column_under_two_templates_is_left_out(tmp_path):
     for training, own, other, theirs in ((files[0], template, files[1], ""), (files[1], "", files[0], template)):
         sets = {"hard": {"path": other, "template": theirs}}
         if training == files[0]:
-            parts, found = build_all(configured({"path": training, "template": own}, eval={"sets": sets}))
-            texts = {prompt.text for prompt in found["hard"].held_out(99)}
+            parts, eval_sources = build_all(configured({"path": training, "template": own}, eval={"sets": sets}))
+            texts = {prompt.text for prompt in eval_sources["hard"].held_out(99)}
             assert not texts & {parts[""].prompt(index).text for index in range(60)}
         else:
             with pytest.raises(ConfigError, match="none is left to train on"):
@@ -153,7 +153,7 @@ def test_the_same_columns_in_another_order_or_number_are_the_same_problem(tmp_pa
     assert not trained & {row["q"] for row in rows[:30]}
 
 
-def test_a_missing_column_is_as_one_that_is_null(tmp_path):
+def test_a_missing_column_counts_as_a_null_column(tmp_path):
     rows = [{"q": f"Question {number}", "ctx": f"Text {number} ", "answer": "1"} for number in range(40)]
     training = write(tmp_path / "rows.jsonl", rows)
     other = write(tmp_path / "set.jsonl", [{**row, "note": None} for row in rows[:20]])
@@ -193,7 +193,7 @@ def test_rows_that_another_part_generates_as_held_out_prompts_are_left_out(tmp_p
     assert not own & {parts["made"].prompt(index).text for index in range(300)}
 
 
-def test_what_a_set_has_lost_and_its_empty_answers_are_told(tmp_path, train):
+def test_lost_values_and_empty_answers_of_a_set_are_reported(tmp_path, train):
     table = pa.table({"prompt": ["new 1", "new 2"], "answer": [3.0, 1.2e19]})
     pyarrow.parquet.write_table(table, tmp_path / "set.parquet")
     empty = write(tmp_path / "empty.jsonl", [{"prompt": "new 3", "answer": ""}])

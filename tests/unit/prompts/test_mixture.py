@@ -24,7 +24,10 @@ def test_each_group_takes_the_next_prompt_of_its_part():
             alone[part].prompt(index).prompt_id,
             alone[part].prompt(index).text,
         )
-    assert {one.source: one.text.count("+") for one in source.held_out(3)} == {"short": 1, "long": 7}
+    assert {held_out_prompt.source: held_out_prompt.text.count("+") for held_out_prompt in source.held_out(3)} == {
+        "short": 1,
+        "long": 7,
+    }
 
 
 def test_the_check_before_the_start_names_the_part(tmp_path, prepared_model):

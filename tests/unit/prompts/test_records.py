@@ -67,19 +67,21 @@ def written(directory, name, rows):
     values=st.lists(VALUES, min_size=2, max_size=5), prompt=st.text(st.characters(exclude_categories=["Cs"])) | TEXTS
 )
 @pytest.mark.parametrize("name", FORMATS)
-def test_any_json_value_reaches_template_and_message_as_it_is_in_the_file(tmp_path_factory, name, values, prompt):
+def test_any_json_value_reaches_template_and_message_unchanged(tmp_path_factory, name, values, prompt):
     rows = [{"n": n, "prompt": prompt, "value": value} for n, value in enumerate(values)]
     path = written(tmp_path_factory.mktemp("data"), name, rows)
     kind = "huggingface" if name == "huggingface" else "file"
-    found = tasks(source(path, kind))
-    assert [one.text for one in found] == [f"{n}: {prompt}" for n in range(len(rows))]
-    for one, row in zip(found, rows, strict=True):
+    prompts = tasks(source(path, kind))
+    assert [task_prompt.text for task_prompt in prompts] == [f"{n}: {prompt}" for n in range(len(rows))]
+    for task_prompt, row in zip(prompts, rows, strict=True):
         exact = json.loads(json.dumps(row))
-        assert json.dumps(one.task) == json.dumps(exact)  # as text, so that 1, 1.0 and true differ
-        lease = Lease(group_id=0, attempt=0, lease_id="a", deadline_seconds=1, group_size=1, prompt=one, holders=())
+        assert json.dumps(task_prompt.task) == json.dumps(exact)  # as text, so that 1, 1.0 and true differ
+        lease = Lease(
+            group_id=0, attempt=0, lease_id="a", deadline_seconds=1, group_size=1, prompt=task_prompt, holders=()
+        )
         received = Lease.model_validate_json(encode(lease)).prompt
         assert json.dumps(received.task) == json.dumps(exact)
-        assert received.text == one.text
+        assert received.text == task_prompt.text
 
 
 ODD = [
@@ -92,8 +94,14 @@ ODD = [
 def test_the_answer_keeps_its_digits_and_its_text(tmp_path, suffix):
     answers = ["2024-02-11", 12345678901234567890, "002", True, 1.5]
     rows = [{"n": n, "prompt": "p", "answer": answer} for n, answer in enumerate(answers)]
-    found = tasks(source(written(tmp_path, f"rows{suffix}", rows)))
-    assert [one.task["answer"] for one in found] == ["2024-02-11", "12345678901234567890", "002", "true", "1.5"]
+    prompts = tasks(source(written(tmp_path, f"rows{suffix}", rows)))
+    assert [prompt.task["answer"] for prompt in prompts] == [
+        "2024-02-11",
+        "12345678901234567890",
+        "002",
+        "true",
+        "1.5",
+    ]
 
 
 def test_odd_values_reach_the_environment_as_they_are_in_the_file(tmp_path):
@@ -101,7 +109,7 @@ def test_odd_values_reach_the_environment_as_they_are_in_the_file(tmp_path):
         {"n": n, "prompt": "p", "value": value, "exact": json.dumps(value, sort_keys=True)}
         for n, value in enumerate(ODD)
     ]
-    found = tasks(source(written(tmp_path, "rows.jsonl", rows)))
+    prompts = tasks(source(written(tmp_path, "rows.jsonl", rows)))
     code = """
 import json
 
@@ -114,7 +122,7 @@ class Env:
     def score(self, task, transcript):
         return {"same": json.dumps(task["value"], sort_keys=True) == task["exact"]}
 """
-    results = played(code, *(ScriptedHost("1") for _ in found), tasks=[one.task for one in found])
+    results = played(code, *(ScriptedHost("1") for _ in prompts), tasks=[prompt.task for prompt in prompts])
     assert [result.score for result in results] == [1.0] * len(ODD)
 
 
@@ -127,7 +135,7 @@ def test_fields_of_a_csv_file_are_text(tmp_path, suffix, separator, kind):
     writer.writerows([["n", "prompt", "value"], *([n, f"p{n}", value] for n, value in enumerate(values))])
     (tmp_path / f"train{suffix}").write_text("\ufeff" + text.getvalue(), encoding="utf-8", newline="")
     path = tmp_path if kind == "huggingface" else tmp_path / f"train{suffix}"
-    assert [one.task for one in tasks(source(path, kind))] == [
+    assert [prompt.task for prompt in tasks(source(path, kind))] == [
         {"n": str(n), "prompt": f"p{n}", "value": value} for n, value in enumerate(values)
     ]
 
@@ -152,9 +160,9 @@ def test_a_class_label_is_its_name(tmp_path, form):
         (tmp_path / "data").mkdir()
         data.to_parquet(str(tmp_path / "data" / "train.parquet"))
     path = tmp_path / "data" / "train.parquet" if form == "parquet" else tmp_path / "data"
-    found = tasks(source(path, "file" if form == "parquet" else "huggingface"))
-    assert [one.task["answer"] for one in found] == ["no", "yes"] * 3
-    assert [one.task["all"] for one in found] == [["yes", "no"], ["yes", "yes"]] * 3
+    prompts = tasks(source(path, "file" if form == "parquet" else "huggingface"))
+    assert [prompt.task["answer"] for prompt in prompts] == ["no", "yes"] * 3
+    assert [prompt.task["all"] for prompt in prompts] == [["yes", "no"], ["yes", "yes"]] * 3
 
 
 def test_a_row_without_a_label_has_no_answer(tmp_path):
@@ -170,15 +178,15 @@ def test_labels_that_a_card_declares_are_names_in_csv_files(tmp_path):
         "---\ndataset_info:\n  features:\n  - {name: n, dtype: int64}\n  - {name: prompt, dtype: string}\n"
         "  - name: answer\n    dtype:\n      class_label:\n        names: {'0': 'no', '1': 'yes'}\n---\n"
     )
-    assert [one.task["answer"] for one in tasks(source(tmp_path, "huggingface"))] == ["yes", "no", "yes"]
+    assert [prompt.task["answer"] for prompt in tasks(source(tmp_path, "huggingface"))] == ["yes", "no", "yes"]
 
 
 def test_a_part_of_a_split_is_read_from_text_files(tmp_path):
     for split, numbers in {"train": range(8), "test": range(100, 104)}.items():
         rows = "".join(json.dumps({"n": number, "prompt": "p"}) + "\n" for number in numbers)
         (tmp_path / f"{split}.jsonl").write_text(rows)
-    found = tasks(source(tmp_path, "huggingface", split="train[25%:50%]+test"))
-    assert [one.task["n"] for one in found] == [2, 3, 100, 101, 102, 103]
+    prompts = tasks(source(tmp_path, "huggingface", split="train[25%:50%]+test"))
+    assert [prompt.task["n"] for prompt in prompts] == [2, 3, 100, 101, 102, 103]
     with pytest.raises(ConfigError, match=r"prompts.split=dev: .* has the splits train, test"):
         source(tmp_path, "huggingface", split="dev")
 
@@ -191,7 +199,7 @@ def test_options_of_a_reader_that_are_not_supported_are_refused_in_one_line(tmp_
         source(tmp_path, "huggingface")
 
 
-def test_what_a_table_has_lost_is_told_once_by_column(tmp_path):
+def test_lost_values_of_a_table_are_reported_once_by_column(tmp_path):
     table = pa.table(
         {
             "n": [0, 1],
@@ -259,9 +267,9 @@ def test_class_labels_whose_names_are_numbers_are_mapped_once(tmp_path, form, na
         )
     if form == "file":
         path, kind = path / "train.parquet", "file"
-    found = tasks(source(path, kind))
-    assert [prompt.task["answer"] for prompt in found] == names
-    assert [prompt.task["meta"]["inner"] for prompt in found] == names
+    prompts = tasks(source(path, kind))
+    assert [prompt.task["answer"] for prompt in prompts] == names
+    assert [prompt.task["meta"]["inner"] for prompt in prompts] == names
 
 
 def test_a_label_that_is_text_in_json_is_a_name(tmp_path):
@@ -287,8 +295,8 @@ def test_parquet_files_of_a_directory_keep_their_own_types(tmp_path):
     for number, values in enumerate([[7, 8], ["002", "x"]]):
         table = pa.table({"prompt": ["a", "b"], "n": [2 * number, 2 * number + 1], "answer": values})
         pyarrow.parquet.write_table(table, tmp_path / f"train-{number}.parquet")
-    found = tasks(source(tmp_path, "huggingface", prompt_column="prompt"))
-    assert [prompt.task["answer"] for prompt in found] == ["7", "8", "002", "x"]
+    prompts = tasks(source(tmp_path, "huggingface", prompt_column="prompt"))
+    assert [prompt.task["answer"] for prompt in prompts] == ["7", "8", "002", "x"]
 
 
 @pytest.mark.parametrize("number", ["1e400", f"1{'0' * 400}.5", f"{'9' * 280}e99"])
@@ -300,7 +308,7 @@ def test_a_number_beyond_floating_point_is_refused_in_every_form(tmp_path, numbe
         source(path)
 
 
-def test_what_is_lost_inside_of_structs_and_lists_and_in_half_precision_is_told(tmp_path):
+def test_lost_values_inside_of_structs_and_lists_and_in_half_precision_are_reported(tmp_path):
     table = pa.table(
         {
             "prompt": ["a", "b"], "n": [0, 1], "answer": ["1", "2"],

@@ -28,7 +28,7 @@ def test_prompt_id_is_the_sha256_of_source_and_text():
     assert prompt_id("other", "3+4=") != prompt_id("sums", "3+4=")
 
 
-def test_held_out_is_what_lies_below_the_share():
+def test_hashes_below_the_share_are_held_out():
     assert is_held_out("00000000ffffffff", 0.2)
     assert is_held_out("33333333ffffffff", 0.2)  # 0x33333333 / 2^32 = 0.19999999995
     assert not is_held_out("33333334" + "0" * 8, 0.2)
@@ -60,7 +60,7 @@ def test_the_task_is_the_answer_and_the_verifier_is_that_of_sums():
     assert prompt.prompt_id == prompt_id("sums", prompt.text)
 
 
-def test_training_and_warm_start_share_nothing_with_what_is_held_out():
+def test_training_and_warm_start_share_no_prompt_with_the_held_out_prompts():
     held_out = {prompt.prompt_id for prompt in source().held_out(3000)}
     other_seed = source(seed=5)
     training = {other_seed.prompt(index).prompt_id for index in range(5000)}
@@ -84,7 +84,7 @@ def test_held_out_sums_are_those_of_every_seed_and_a_prefix_of_more():
 def test_held_out_sums_repeat_only_when_their_length_is_exhausted():
     prompts = [prompt.text for prompt in SumsSource((2,), 0, "sums").held_out(3 * 16)]
     rounds = [prompts[start : start + 16] for start in range(0, 3 * 16, 16)]
-    assert all(set(one) == set(rounds[0]) and len(set(one)) == 16 for one in rounds)
+    assert all(set(texts) == set(rounds[0]) and len(set(texts)) == 16 for texts in rounds)
     long = [prompt.text for prompt in SumsSource((8,), 0, "sums").held_out(500)]
     assert len(set(long)) == 500
 
@@ -138,8 +138,8 @@ def test_digits_are_drawn_as_randrange_draws_them():
                 return text
 
     for seed in range(200):
-        one, other, lengths = random.Random(seed), random.Random(seed), (2, 3, 2 + seed % 9)
-        assert [draw_sum(one, lengths, held_out=seed % 5 == 0) for _ in range(3)] == [
+        first, other, lengths = random.Random(seed), random.Random(seed), (2, 3, 2 + seed % 9)
+        assert [draw_sum(first, lengths, held_out=seed % 5 == 0) for _ in range(3)] == [
             slowly(other, lengths, held_out=seed % 5 == 0) for _ in range(3)
         ]
-        assert one.random() == other.random()
+        assert first.random() == other.random()

@@ -36,12 +36,12 @@ def evidence(trainer_idle: float, actor_idle: float, delay_seconds: float = 0.0,
     )
 
 
-def text_of(found: Evidence, **schedule) -> str:
-    return advice(found, {}, config(**schedule))["advice"]
+def text_of(measured: Evidence, **schedule) -> str:
+    return advice(measured, {}, config(**schedule))["advice"]
 
 
 @pytest.mark.parametrize(
-    ("found", "kind"),
+    ("measured", "kind"),
     [
         (evidence(0.03, 0.02, 0.010), "trainer"),  # paced: full slots, held back
         (evidence(0.03, 0.40), "trainer"),  # not paced: the window keeps slots empty
@@ -56,9 +56,9 @@ def text_of(found: Evidence, **schedule) -> str:
         (evidence(0.30, 0.10, engine=0.15, window=0.05, stale_wait=0.10), "engine"),
     ],
 )
-def test_the_bottleneck_is_the_side_that_nobody_waits_for(found, kind):
-    assert bottleneck(found, takes_turns=False) == kind
-    assert bottleneck(found, takes_turns=True) == "turns"
+def test_the_bottleneck_is_the_side_that_nobody_waits_for(measured, kind):
+    assert bottleneck(measured, takes_turns=False) == kind
+    assert bottleneck(measured, takes_turns=True) == "turns"
 
 
 def test_engines_that_are_waited_for_are_multiplied():
@@ -79,8 +79,8 @@ def test_engines_that_are_waited_for_are_multiplied():
     ],
 )
 def test_a_window_full_of_episodes_that_wait_for_their_environment(environment, setting):
-    found = {**config(max_lag=9), "environment": environment, "prompts": {"kind": "file", "path": "tasks.jsonl"}}
-    text = advice(evidence(0.89, 0.95, spread=1.0, engine=0.07, window=0.82), {}, found)["advice"]
+    run_config = {**config(max_lag=9), "environment": environment, "prompts": {"kind": "file", "path": "tasks.jsonl"}}
+    text = advice(evidence(0.89, 0.95, spread=1.0, engine=0.07, window=0.82), {}, run_config)["advice"]
     assert f"the episodes of the window wait for their environment. Set {setting} if cores are idle" in text
 
 
@@ -124,11 +124,11 @@ def test_turns_are_by_design_and_their_price_is_named():
 
 def test_april_is_told_the_alpha_that_keeps_its_slots_full():
     # 1 + 192 * 2 / 128 = 4, which needs max_lag 3.
-    found = evidence(0.60, 0.30, spread=2.0, engine=0.50, window=0.10)
-    text = text_of(found, kind="april", alpha=1.5, max_lag=2)
+    measured = evidence(0.60, 0.30, spread=2.0, engine=0.50, window=0.10)
+    text = text_of(measured, kind="april", alpha=1.5, max_lag=2)
     assert "10% of the time was lost to slots that were empty before a step had its groups" in text
     assert "schedule.alpha=4 (now 1.5) with schedule.max_lag=3 (now 2) keeps them full" in text
-    assert "schedule.alpha=" not in text_of(found, kind="april", alpha=4, max_lag=3)
+    assert "schedule.alpha=" not in text_of(measured, kind="april", alpha=4, max_lag=3)
 
 
 def tokens(num: int, length: int) -> LengthTotals:
@@ -164,19 +164,19 @@ def test_a_quarantine_is_named_with_its_steps():
 
 
 def clipped(*shares):
-    return [commit_record(step, 1, metrics={"importance/ratio_clipped_fraction": one} if one is not None else {})
-            for step, one in enumerate(shares)]  # fmt: skip
+    return [commit_record(step, 1, metrics={"importance/ratio_clipped_fraction": share} if share is not None else {})
+            for step, share in enumerate(shares)]  # fmt: skip
 
 
 def test_bounds_that_cut_many_tokens_are_named_whatever_the_lengths_allow():
-    found = {**config(), "loss": {"kind": "gspo", "negative_kl_max": 0.1}, "rollouts": {"max_tokens": 4000}}
-    text = clipped_advice(clipped(None, 0.2, 0.4), found)
+    run_config = {**config(), "loss": {"kind": "gspo", "negative_kl_max": 0.1}, "rollouts": {"max_tokens": 4000}}
+    text = clipped_advice(clipped(None, 0.2, 0.4), run_config)
     assert text.startswith("30% of the trained tokens are beyond a bound of loss.kind=gspo")
     assert "loss.clip_low (now 0.02), loss.clip_high (now 0.02), loss.negative_kl_max (now 0.1), until" in text
     assert text.endswith("schedule.max_lag lower (now 4)")
     # The share of the newest 20 steps counts.
-    assert clipped_advice(clipped(*[0.9] * 30, *[0.1] * 20), found) == ""
-    assert [clipped_advice(few, found) for few in (clipped(0.2), clipped(None), [])] == ["", "", ""]
+    assert clipped_advice(clipped(*[0.9] * 30, *[0.1] * 20), run_config) == ""
+    assert [clipped_advice(few, run_config) for few in (clipped(0.2), clipped(None), [])] == ["", "", ""]
     assert clipped_advice(clipped(0.9), {"engine": {"warp": 9}}) == ""
 
 
@@ -184,19 +184,19 @@ def halves(*shares):
     """Commits with these refused shares of long and of short rollouts."""
     names = ("train/long_refused_fraction", "train/short_refused_fraction")
     lags = {"lag/long_mean": 5.9, "lag/short_mean": 0.75}
-    return [commit_record(step, 1, metrics=dict(zip(names, one, strict=True)) | lags)
-            for step, one in enumerate(shares)]  # fmt: skip
+    return [commit_record(step, 1, metrics=dict(zip(names, values, strict=True)) | lags)
+            for step, values in enumerate(shares)]  # fmt: skip
 
 
 def test_long_rollouts_that_are_refused_three_times_as_often_as_short_ones_are_named():
-    found = {**config(), "loss": {"kind": "ppo", "sequence_ratio_max": 1.1}}
-    text = refused_advice(halves((0.3, 0.1), (0.6, 0.1)), found)
+    run_config = {**config(), "loss": {"kind": "ppo", "sequence_ratio_max": 1.1}}
+    text = refused_advice(halves((0.3, 0.1), (0.6, 0.1)), run_config)
     assert "refuses 45% of the tokens of long rollouts and 10% of short ones" in text
     assert "(mean lag 5.9 and 0.8 steps)" in text
     assert "loss.sequence_ratio_max (now 1.1) wider, or schedule.max_lag higher (now 4)" in text
-    assert refused_advice(halves((0.29, 0.1)), found) == "", "less than three times"
-    assert refused_advice(halves((0.04, 0.0)), found) == "", "few tokens"
-    assert refused_advice([], found) == refused_advice(clipped(0.9), found) == ""
+    assert refused_advice(halves((0.29, 0.1)), run_config) == "", "less than three times"
+    assert refused_advice(halves((0.04, 0.0)), run_config) == "", "few tokens"
+    assert refused_advice([], run_config) == refused_advice(clipped(0.9), run_config) == ""
 
 
 def test_status_and_report_show_the_share_that_was_measured(store):
@@ -244,13 +244,15 @@ def test_shares_of_the_waits_are_over_the_time_between_first_and_last_step():
     commits = [make_commit(step, reserved_at=at) for step, at in ((1, 0.0), (2, 16.0))]
     actors = {"a/1": None, "a/2": None, "b/1": None}
     waits = ({"engine": 1.0, "window": 0.5, "actors": 2.0}, {"engine": 5.0, "window": 0.5, "actors": 10.0})
-    commits = [one.model_copy(update={"waits": w, "actors": actors}) for one, w in zip(commits, waits, strict=True)]
+    commits = [
+        commit.model_copy(update={"waits": w, "actors": actors}) for commit, w in zip(commits, waits, strict=True)
+    ]
     assert utilization.wait_shares(commits) == pytest.approx({"engine": 0.25, "window": 0.0, "actors": 0.25})
     assert utilization.wait_shares(commits[:1]) is None
     assert utilization.wait_shares([make_commit(1), make_commit(2)]) is None, "an older hub did not measure"
 
 
-def test_a_report_has_what_the_advice_goes_by(store):
+def test_a_report_has_the_figures_that_the_advice_uses(store):
     write_run(store, Shape(steps=12))
     report = build_report(store)
     # Eleven times 0.15 s over 8.8 s; the actors' 0.04 s on two actors.

@@ -130,7 +130,7 @@ def test_actor_idle_sums_actors_and_starts_with_the_first_commit():
     assert use.tokens_per_second == pytest.approx((300 + 800 + 500) / (120 - 107))
 
 
-def test_a_restarted_actor_was_idle_while_it_was_away():
+def test_a_restarted_actor_counts_as_idle_between_its_epochs():
     # Epoch 1 stops at 50 sequence-seconds; epoch 2 adds 40 by 120, the time between is idle. Span from 107, a sample
     # there, capacity 13 s * 10.
     commits = [
@@ -157,14 +157,14 @@ def killed_run():
         ).model_copy(update={"epoch": 9})
         for step in (4, 5)
     ]  # fmt: skip
-    waits = [{"engine": float(one.step)} for one in [*before, *after]]
-    return [one.model_copy(update={"waits": wait}) for one, wait in zip([*before, *after], waits, strict=True)]
+    waits = [{"engine": float(commit.step)} for commit in [*before, *after]]
+    return [commit.model_copy(update={"waits": wait}) for commit, wait in zip([*before, *after], waits, strict=True)]
 
 
 def test_the_time_in_which_the_whole_run_was_down_belongs_to_no_side():
     # Commits at 17, 27, 37 and 1047, 1057: 20 s and 10 s. Waits 1 + 1 and 2 s. All slots were full.
     commits = killed_run()
-    assert [[one.step for one in part] for part in utilization.stretches(commits)] == [[1, 2, 3], [4, 5]]
+    assert [[commit.step for commit in part] for part in utilization.stretches(commits)] == [[1, 2, 3], [4, 5]]
     assert utilization.span_seconds(commits) == 30
     assert utilization.down_seconds(commits) == 1010
     assert utilization.trainer_idle_fraction(commits) == pytest.approx(4 / 30)

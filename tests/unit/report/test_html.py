@@ -85,9 +85,9 @@ def test_tags_are_balanced(page):
 
 
 def test_every_chart_is_valid_xml_inside_its_view_box(page):
-    found = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    assert len(found) == 9
-    for text in found:
+    svg_texts = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert len(svg_texts) == 9
+    for text in svg_texts:
         root = ElementTree.fromstring(text)
         width, height = map(float, root.get("viewBox").split()[2:])
         for mark in root.iter("rect"):
@@ -139,7 +139,7 @@ def test_tokens_that_an_environment_has_given_are_grey(store):
     ) in page
 
 
-def test_what_the_model_wrote_cannot_become_markup_and_configuration_keeps_no_secret(store):
+def test_text_of_the_model_cannot_become_markup_and_the_page_shows_no_secret(store):
     config = {"tracking": {"mlflow_uri": "postgresql://u:hunter2@h/db"}, "hub": {"token": "hunter2"}}
     put_record(store, RUN_KEY, run_record(run_id="<b>r</b>", config=config))
     sample = {"prompt": "<script>1</script>", "completion": "</pre>\x1b$css", "reward": 0, "reference": "<i>7</i>"}
@@ -171,7 +171,7 @@ def test_before_and_after_are_both_shown(page):
     assert "Version 30: 87.0%" in page
 
 
-def test_prompts_that_improved_are_shown_first_with_at_least_one_that_did_not_and_the_page_says_so(store):
+def test_improved_prompts_are_shown_first_with_at_least_one_other_and_the_page_counts_both(store):
     write_run(store, Shape(steps=3))
     before, after = [0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 0, 0]
     for version, rewards in ((0, before), (3, after)):
@@ -301,6 +301,6 @@ def test_evaluations_are_a_table_and_a_curve_with_intervals(store):
     assert 'aria-label="Accuracy by version"' in page
     assert "best" not in re.search(r"<th>prompts</th>.*?</tr>", page).group(0), "no evaluation has this figure"
     report = json.loads(store.get(REPORT_JSON_KEY))
-    assert [(one["set"], one["version"], one["lag"]) for one in report["evaluations"]] == [
+    assert [(entry["set"], entry["version"], entry["lag"]) for entry in report["evaluations"]] == [
         ("", 0, 0), ("", 2, 2), ("", 4, 0), ("hard", 2, 0),
     ]  # fmt: skip

@@ -108,7 +108,7 @@ def test_a_complete_run_is_finished_and_its_status_reads_well(store):
     assert "; bias 1.00" in text
 
 
-def test_off_a_terminal_it_prints_a_plain_line_every_five_seconds(follower, monkeypatch):
+def test_off_a_terminal_the_view_prints_a_plain_line_every_five_seconds(follower, monkeypatch):
     clock = {"now": 100.0}
     monkeypatch.setattr(live_view.time, "monotonic", lambda: clock["now"])
     out = io.StringIO()
@@ -129,7 +129,7 @@ def test_off_a_terminal_it_prints_a_plain_line_every_five_seconds(follower, monk
     assert "\x1b" not in out.getvalue()
 
 
-def test_on_a_terminal_it_draws_progress_actors_and_history(follower):
+def test_on_a_terminal_the_view_draws_progress_actors_and_history(follower):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120)
     with LiveView(console, 10) as view:
@@ -140,7 +140,7 @@ def test_on_a_terminal_it_draws_progress_actors_and_history(follower):
     assert "12.0%" in text
 
 
-def test_it_writes_to_stderr_only(follower, capsys):
+def test_the_view_writes_to_stderr_only(follower, capsys):
     with LiveView(None, 10) as view:
         view.update(None, follower)
     captured = capsys.readouterr()

@@ -17,7 +17,7 @@ def run_of(steps):
     return store, follower.commits
 
 
-def test_rows_are_json_and_say_what_was_sampled():
+def test_rows_are_json_and_describe_the_sampled_rollouts():
     store, commits = run_of(3)
     table = RolloutTable(store, 3, decode=lambda token_id: chr(97 + token_id % 26))
     assert table.update(commits, limit=10)
@@ -44,7 +44,7 @@ def test_a_long_run_has_a_bounded_table_with_its_first_and_last_step():
     assert [step for step in range(8) if short.has_row(step)] == list(range(1, 8))
 
 
-def test_a_run_that_is_read_again_makes_the_same_table_however_often_it_looked():
+def test_a_run_that_is_read_again_makes_the_same_table_for_any_number_of_updates():
     store, commits = run_of(5)
     slowly = RolloutTable(store, 5, None)
     for last in (2, 2, 4, 5):

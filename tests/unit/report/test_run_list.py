@@ -37,10 +37,10 @@ def test_a_run_that_was_killed_is_stopped_and_a_damaged_run_says_why(root):
     write_run(killed, Shape(steps=5))
     killed.delete([key for key in killed.list("commits") if "00000005" in key])
     root.put(f"damaged-4/{RUN_KEY}", b"{")
-    found = {run.run_id: run for run in list_runs(root)}
-    assert (found["synthetic"].state, found["synthetic"].step) == ("stopped", 4)
-    assert found["damaged-4"].state == "unreadable"
-    assert RUN_KEY in found["damaged-4"].problem
+    runs_by_id = {run.run_id: run for run in list_runs(root)}
+    assert (runs_by_id["synthetic"].state, runs_by_id["synthetic"].step) == ("stopped", 4)
+    assert runs_by_id["damaged-4"].state == "unreadable"
+    assert RUN_KEY in runs_by_id["damaged-4"].problem
 
 
 def test_a_run_costs_few_requests_however_long_the_run_is(tmp_path):

@@ -66,7 +66,7 @@ def get(url):
         return answer.read().decode()
 
 
-def test_the_page_is_the_report_below_a_line_of_what_the_run_does_now(run, served):
+def test_the_page_is_the_report_below_a_status_line_of_the_run(run, served):
     page = get(f"{served}/")
     assert "Roles over time" in page
     assert 'id="live"' in page
@@ -83,9 +83,9 @@ def answer_to(served, host, path="/"):
     connection = HTTPConnection(served.removeprefix("http://"), timeout=60)
     connection.request("GET", path, headers={"Host": host})
     answer = connection.getresponse()
-    found = (answer.status, answer.headers, answer.read().decode())
+    answered = (answer.status, answer.headers, answer.read().decode())
     connection.close()
-    return found
+    return answered
 
 
 @pytest.mark.parametrize("path", ["/", "/status.json", "/metrics", "/targets.json", "/healthz"])
@@ -163,7 +163,7 @@ def test_a_live_run_is_drawn_again_only_now_and_then(run, monkeypatch):
     assert 'data-page="4/2"' in page.page()
 
 
-def test_what_is_not_there_and_what_cannot_be_read(run, served, monkeypatch):
+def test_missing_and_unreadable_objects_are_told_apart(run, served, monkeypatch):
     with pytest.raises(HTTPError, match="404"):
         get(f"{served}/../run.json")
 
@@ -200,11 +200,11 @@ def test_prometheus_can_read_every_metric_and_every_name_is_declared(run, served
 
 
 def test_of_an_actor_that_was_restarted_the_newest_epoch_is_shown(store):
-    one = {"running": 1, "waiting": 0, "concurrency": 8, "engine_version": 3}
+    actor_state = {"running": 1, "waiting": 0, "concurrency": 8, "engine_version": 3}
     write_run(store, Shape(steps=2))
     status = {
         **run_status(store),
-        "actors": {"actor-0/9": one, "actor-0/10": {**one, "running": 5}, "actor-0/2": one},
+        "actors": {"actor-0/9": actor_state, "actor-0/10": {**actor_state, "running": 5}, "actor-0/2": actor_state},
     }
     assert run_exposition(status).count(b"pipelinerl_actor_running{") == 1
     assert b"} 5.0" in run_exposition(status)

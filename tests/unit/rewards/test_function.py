@@ -35,7 +35,7 @@ def score(signature, expression="0", **options):
         ("", "-2", -2.0),
     ],
 )
-def test_a_function_is_called_with_the_parameters_that_it_names(signature, expression, reward):
+def test_a_function_is_called_with_the_parameters_of_its_signature(signature, expression, reward):
     assert score(signature, expression) == reward
 
 
@@ -78,7 +78,7 @@ def test_components_are_weighted_and_kept():
         ("", "{'a': 1e9}", {"a": 2.0}, "as weighted sum"),
     ],
 )
-def test_what_is_no_reward_is_refused(signature, expression, weights, message):
+def test_a_result_that_is_not_a_reward_is_refused(signature, expression, weights, message):
     with pytest.raises(Invalid, match=message):
         score(signature, expression, **weights)
 

@@ -159,14 +159,14 @@ def test_every_reference_answer_passes(task, count):
 
 @pytest.mark.parametrize("gate", sorted(EVALUATING))
 @pytest.mark.parametrize("text", REFUSED, ids=lambda text: ascii(text[:40]))
-def test_what_is_not_on_the_list_does_not_pass(gate, text):
+def test_answers_that_are_not_on_the_list_do_not_pass(gate, text):
     assert not passes(gate, text, ENTRY)
 
 
 @pytest.mark.parametrize(
     ("gate", "texts"), [("list", OF_A_LIST_ONLY), ("arithmetic", OF_NUMBERS), ("formula", OF_NUMBERS + OF_FORMULAS)]
 )
-def test_what_answers_are_made_of_passes(gate, texts):
+def test_the_elements_of_answers_pass(gate, texts):
     assert [text for text in texts if not passes(gate, text, ENTRY)] == []
 
 
@@ -179,7 +179,7 @@ def test_lists_and_symbols_of_others_are_no_formula():
         assert not passes("formula", text, ENTRY)
 
 
-def test_an_unsolved_integral_passes_where_the_reference_has_one():
+def test_an_unsolved_integral_passes_where_the_reference_has_an_unsolved_integral():
     solved, unsolved = ENTRY, {**ENTRY, "answer": "Integral(exp(x**2)*sin(x), x)"}
     assert not passes("formula", "Integral(exp(x), x)", solved)
     assert passes("formula", "Integral(exp(x), x) + x", unsolved)
@@ -200,17 +200,17 @@ def test_an_unsolved_integral_passes_where_the_reference_has_one():
         ("number", "inf"),
     ],
 )
-def test_what_a_comparing_scorer_takes_minutes_for_or_pays_by_mistake_does_not_pass(gate, text):
+def test_answers_that_a_comparing_scorer_evaluates_for_minutes_or_rewards_wrongly_do_not_pass(gate, text):
     assert not passes(gate, text, ENTRY)
 
 
-def test_what_does_not_pass_is_a_wrong_answer_and_what_passes_is_not_evaluated_here():
+def test_a_refused_answer_scores_zero_and_an_answer_that_passes_is_left_to_the_evaluation():
     task = {"task": "simple_integration", **ENTRY}
     assert reasoning_gym("__import__('os')._exit(9)", task) == 0.0
     assert isinstance(reasoning_gym("x + C", task), Evaluation)
 
 
-def test_a_composite_entry_has_the_gate_of_the_task_that_made_it():
+def test_a_composite_entry_has_the_gate_of_its_source_task():
     metadata = {"source_dataset": "countdown", "numbers": [1, 2], "target": 3}
     task = {"task": COMPOSITE, "answer": "1 + 2", "metadata": metadata}
     assert reasoning_gym("__import__('os')._exit(9)", task) == 0.0
@@ -244,9 +244,9 @@ def test_an_answer_at_which_the_scorer_raises_is_wrong_and_an_unusable_task_is_a
         "<answer>7</answer",
     ],
 )
-def test_the_answer_is_what_the_last_closed_tag_holds(text):
-    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    assert tagged_answer(text) == (found[-1] if found else text).strip()
+def test_the_answer_is_the_content_of_the_last_closed_tag(text):
+    contents = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    assert tagged_answer(text) == (contents[-1] if contents else text).strip()
 
 
 def gym_config(isolation_value="auto", *tasks):

@@ -48,11 +48,11 @@ class Chat:
     """A message's content is a list of token ids; turns end with END."""
 
     def first(self, messages, tools=()):
-        return np.array([1, *(token for one in messages for token in one["content"])], np.int32)
+        return np.array([1, *(token for message in messages for token in message["content"])], np.int32)
 
     def following(self, messages, tools, last_token):
         closing = [] if last_token == END else [END]
-        return np.array([*closing, *(token for one in messages for token in one["content"]), 2], np.int32)
+        return np.array([*closing, *(token for message in messages for token in message["content"]), 2], np.int32)
 
     def reply(self, token_ids, finish_reason):
         text = " ".join(map(str, token_ids))
@@ -120,19 +120,19 @@ def play(environments, settings, *, restored=None, version=0, swap_at=(), restar
     """(episode, progress, result or error, log rows, engine, player) of one episode."""
 
     async def main():
-        one = engine(version)
-        one.swap_at = swap_at
+        tested_engine = engine(version)
+        tested_engine.swap_at = swap_at
         progress = Progress(group_id=4, rollout_index=0, attempt=1, restored=restored)
-        one.progress = progress
-        player = EpisodePlayer(one, environments, Chat(), settings)
+        tested_engine.progress = progress
+        player = EpisodePlayer(tested_engine, environments, Chat(), settings)
         episode = player.episode(progress, request_id="e", sampler=Sampler(seed=5))
         try:
             result = await player.play(episode, PROMPT, 5, player.group(PROMPT, 1), 0)
         except EnvironmentFailed as error:
             result = error
-        one.log()
-        await one.close()
-        return episode, progress, result, one.rows, one, player
+        tested_engine.log()
+        await tested_engine.close()
+        return episode, progress, result, tested_engine.rows, tested_engine, player
 
     return asyncio.run(main())
 
@@ -142,7 +142,7 @@ OWN = config("environment.path=x.py:Count", "prompts.kind=environment")
 
 def test_the_completion_is_turns_and_given_tokens_and_only_turns_carry_loss():
     environments = Environments()
-    episode, progress, result, _, one, player = play(environments, OWN)
+    episode, progress, result, _, tested_engine, player = play(environments, OWN)
     tokens, mask = progress.completion().token_ids, episode.loss_mask
     assert isinstance(result, Played)
     assert episode.prompt_token_ids.tolist() == [1, 3]
@@ -153,7 +153,7 @@ def test_the_completion_is_turns_and_given_tokens_and_only_turns_carry_loss():
     for turn, reply, between in zip(episode.turn_spans, environments.replies, given, strict=False):
         closing = [] if tokens[turn.end - 1] == END else [END]
         assert between == [*closing, sum(map(int, reply.text.split())) % 8, 2]
-    assert mask.sum() == sum(turn.end - turn.start for turn in episode.turn_spans) == one.stats().num_tokens
+    assert mask.sum() == sum(turn.end - turn.start for turn in episode.turn_spans) == tested_engine.stats().num_tokens
     assert player.counts.given == (~mask).sum()
     assert (progress.completion().rollout_logprobs[~mask] == 0).all()
 
@@ -212,13 +212,13 @@ def test_new_weights_end_the_use_of_kept_keys_and_values():
             return Played(score=Score(1.0))
 
     async def main():
-        one, environments = engine(), Swaps()
-        environments.engine = one
+        tested_engine, environments = engine(), Swaps()
+        environments.engine = tested_engine
         progress = Progress(group_id=4, rollout_index=0, attempt=1)
-        player = EpisodePlayer(one, environments, Chat(), OWN)
+        player = EpisodePlayer(tested_engine, environments, Chat(), OWN)
         episode = player.episode(progress, request_id="e", sampler=Sampler(seed=5))
         await player.play(episode, PROMPT, 5, player.group(PROMPT, 1), 0)
-        await one.close()
+        await tested_engine.close()
         return episode, progress.completion()
 
     episode, whole = asyncio.run(main())
@@ -240,15 +240,15 @@ def test_the_versions_of_turns_never_decrease_when_an_older_engine_continues():
     async def main():
         (restored,) = join_rows(whole[3][:-4]).values()
         progress = Progress(group_id=4, rollout_index=0, attempt=1, restored=restored)
-        one = engine(0)
-        player = EpisodePlayer(one, Environments(), Chat(), OWN)
+        tested_engine = engine(0)
+        player = EpisodePlayer(tested_engine, Environments(), Chat(), OWN)
         episode = player.episode(progress, request_id="e", sampler=Sampler(seed=5))
         playing = asyncio.create_task(player.play(episode, PROMPT, 5, player.group(PROMPT, 1), 0))
         await asyncio.sleep(0.05)
-        waiting = one.stats().waiting
-        await one.swap(WeightUpdate(version=2, tensors=newer(2), num_bytes=0))
+        waiting = tested_engine.stats().waiting
+        await tested_engine.swap(WeightUpdate(version=2, tensors=newer(2), num_bytes=0))
         await playing
-        await one.close()
+        await tested_engine.close()
         return waiting, progress.completion().weight_spans
 
     waiting, spans = asyncio.run(main())
@@ -304,7 +304,7 @@ def test_budgets(keys, num_turns, reason):
     assert episode.finish_reason is reason
 
 
-def test_a_play_that_begins_again_in_the_same_actor_gets_the_turns_it_had():
+def test_a_play_that_begins_again_in_the_same_actor_gets_its_earlier_turns():
     class Twice(Environments):
         async def play(self, task, seed, host):
             self.turns = 2
@@ -329,10 +329,10 @@ def test_an_episode_without_tokens_is_an_error_row(environments, text):
     lease = Lease(group_id=4, attempt=0, lease_id="4.0", deadline_seconds=0.0, group_size=2, prompt=PROMPT)
 
     async def main():
-        one = engine()
-        player = EpisodePlayer(one, environments, Chat(), OWN)
+        tested_engine = engine()
+        player = EpisodePlayer(tested_engine, environments, Chat(), OWN)
         rollouts = await GroupRunner({"": player}, actor="a").run(lease)
-        await one.close()
+        await tested_engine.close()
         return rollouts
 
     for rollout in asyncio.run(main()):
@@ -346,13 +346,13 @@ def test_the_rows_of_a_group_of_episodes_pass_the_hubs_checks_and_restart_with_t
     settings = config("environment.path=x.py:Count", "prompts.kind=environment", "environment.turn_tokens=8")
 
     async def main(restored=None):
-        one = engine()
-        player = EpisodePlayer(one, Environments(), Chat(), settings)
+        tested_engine = engine()
+        player = EpisodePlayer(tested_engine, Environments(), Chat(), settings)
         runner = GroupRunner({"": player}, actor="a")
         rollouts = await runner.run(lease, restored)
         rows = runner.growth()
-        await one.close()
-        return rollouts, rows, one.stats().num_tokens
+        await tested_engine.close()
+        return rollouts, rows, tested_engine.stats().num_tokens
 
     rollouts, rows, _ = asyncio.run(main())
     check_groups([group_ref(rollouts)], encode_rollouts("run", rollouts))
@@ -386,9 +386,9 @@ class Compared(Environments):
 
     async def score_group(self, task, transcripts):
         self.groups = [*self.groups, transcripts]
-        texts = [json.loads(one.text) for one in transcripts]
+        texts = [json.loads(transcript.text) for transcript in transcripts]
         scores = [sum(other < text for other in texts) / len(texts) for text in texts]
-        return [Played(score=Score(one, (RewardComponent("rank", one),))) for one in scores]
+        return [Played(score=Score(rank, (RewardComponent("rank", rank),))) for rank in scores]
 
 
 @pytest.mark.parametrize("failing", [(), (1,)])
@@ -397,20 +397,22 @@ def test_a_group_is_scored_together_when_its_last_episode_has_ended(failing):
     environments = Compared(*failing)
 
     async def main(restored=None):
-        one = engine()
-        player = EpisodePlayer(one, environments, Chat(), OWN)
+        tested_engine = engine()
+        player = EpisodePlayer(tested_engine, environments, Chat(), OWN)
         runner = GroupRunner({"": player}, actor="a")
         rollouts = await runner.run(lease, restored)
         rows = runner.growth()
-        await one.close()
-        return rollouts, rows, one.stats().num_tokens
+        await tested_engine.close()
+        return rollouts, rows, tested_engine.stats().num_tokens
 
     rollouts, rows, num_sampled = asyncio.run(main())
     (transcripts,) = environments.groups
     scored = [rollout for rollout in rollouts if rollout.outcome is Outcome.SCORED]
     assert len(transcripts) == len(scored) == 4 - len(failing)
-    assert len({one.text for one in transcripts}) > 1
-    ranks = [sum(other.text < one.text for other in transcripts) / len(transcripts) for one in transcripts]
+    assert len({transcript.text for transcript in transcripts}) > 1
+    ranks = [
+        sum(other.text < transcript.text for other in transcripts) / len(transcripts) for transcript in transcripts
+    ]
     assert [rollout.reward for rollout in scored] == ranks  # in the order of the rollouts
     assert num_sampled > 0
 
@@ -433,16 +435,16 @@ def test_an_episode_whose_environment_hangs_has_the_reward_for_that_and_counts_a
             raise EnvironmentTimeout("too long")
 
     async def main():
-        one = engine()
-        player = EpisodePlayer(one, Hanging(turns), Chat(), settings)
+        tested_engine = engine()
+        player = EpisodePlayer(tested_engine, Hanging(turns), Chat(), settings)
         rollouts = await GroupRunner({"": player}, actor="a").run(lease)
-        await one.close()
+        await tested_engine.close()
         return rollouts
 
     rollouts = asyncio.run(main())
-    assert [(one.reward, one.error) for one in rollouts] == [(reward, "environment: too long")] * 2
-    assert {one.outcome for one in rollouts} == {Outcome.ERROR if reward is None else Outcome.SCORED}
-    assert [len(one.turn_spans) for one in rollouts] == [turns] * 2
+    assert [(rollout.reward, rollout.error) for rollout in rollouts] == [(reward, "environment: too long")] * 2
+    assert {rollout.outcome for rollout in rollouts} == {Outcome.ERROR if reward is None else Outcome.SCORED}
+    assert [len(rollout.turn_spans) for rollout in rollouts] == [turns] * 2
     check_groups([group_ref(rollouts)], encode_rollouts("run", rollouts))
     budget = ErrorBudget()
     for _ in range(ErrorBudget.WINDOW // 2):
@@ -481,7 +483,7 @@ def test_each_turn_has_noise_of_its_own_and_needs_the_version_of_the_tokens_befo
     assert len({request.sampler.seed for request in requests}) == len(requests) == 3
     newest = [-1]
     for turn in episode.turn_spans[:-1]:
-        newest.append(max(one.version for one in progress.completion().weight_spans if one.start < turn.end))
+        newest.append(max(span.version for span in progress.completion().weight_spans if span.start < turn.end))
     assert [request.min_version for request in requests] == newest
     assert newest[-1] > 0
 

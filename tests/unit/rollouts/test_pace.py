@@ -18,7 +18,7 @@ def test_an_engine_that_is_the_bottleneck_is_never_slowed_down():
     assert settle(12, Pacer(16), 5) == 0.0
 
 
-def test_surplus_slows_down_at_once_and_more_if_it_lasts():
+def test_surplus_slows_down_at_once_and_a_lasting_surplus_slows_down_more():
     # 20 of 16 groups: half a step beyond the target of three quarters; e^(2 * 0.5), and 0.1 * 0.5 more a second.
     pacer = Pacer(16)
     assert pacer.update(20, 1.0) == pytest.approx(0.002 * (math.exp(1.0 + 0.05) - 1.0))

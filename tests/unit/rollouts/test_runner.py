@@ -59,12 +59,12 @@ def runner(scorer):
 
 def run(scorer, taken=None, attempt=0):
     async def main():
-        engine, one = runner(scorer)
-        rollouts = await one.run(lease(attempt), taken)
-        rows = one.growth()
-        one.forget([(4, attempt)])
+        engine, group_runner = runner(scorer)
+        rollouts = await group_runner.run(lease(attempt), taken)
+        rows = group_runner.growth()
+        group_runner.forget([(4, attempt)])
         await engine.close()
-        return rollouts, rows, one.growth()
+        return rollouts, rows, group_runner.growth()
 
     return asyncio.run(main())
 
@@ -84,7 +84,7 @@ def taken_from(rollout, num_tokens, **more):
     )
 
 
-def test_the_log_of_a_group_holds_all_of_it_until_it_is_forgotten():
+def test_the_log_of_a_group_holds_all_of_its_rollouts_until_the_group_is_forgotten():
     rollouts, rows, after = run(Scorer())
     known = join_rows(rows)
     for rollout in rollouts:
@@ -130,14 +130,14 @@ def test_components_of_a_reward_are_in_the_rollout_and_in_the_log():
             return Score(len(completion.token_ids), parts)
 
     rollouts, rows, _ = run(ComponentScorer())
-    assert [(one.reward, one.reward_components) for one in rollouts] == [(24.0, parts)] * 3
+    assert [(rollout.reward, rollout.reward_components) for rollout in rollouts] == [(24.0, parts)] * 3
     assert {row.reward_components for row in join_rows(rows).values()} == {parts}
     ended = taken_from(rollouts[0], 24, finish_reason=FinishReason.LENGTH, reward=7.0, outcome=Outcome.SCORED)
     continued, _, _ = run(Scorer(), {0: replace(ended, reward_components=parts)}, attempt=1)
-    assert [one.reward_components for one in continued] == [parts, (), ()]
+    assert [rollout.reward_components for rollout in continued] == [parts, (), ()]
 
 
-def test_an_error_of_the_reward_is_logged_as_one():
+def test_an_error_of_the_reward_is_logged_as_an_error():
     rollouts, rows, _ = run(Scorer(failing=[1]))
     failed = [rollout.rollout_index for rollout in rollouts if rollout.outcome is Outcome.ERROR]
     assert len(failed) == 1
@@ -147,19 +147,19 @@ def test_an_error_of_the_reward_is_logged_as_one():
 
 
 async def test_a_cancelled_group_leaves_no_log():
-    engine, one = runner(Scorer())
-    task = asyncio.create_task(one.run(lease()))
+    engine, group_runner = runner(Scorer())
+    task = asyncio.create_task(group_runner.run(lease()))
     for _ in range(12):
         await asyncio.sleep(0)
     engine.flush()
     for _ in range(3):
         await asyncio.sleep(0)
-    rows = one.growth()
+    rows = group_runner.growth()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     await engine.close()
-    after = one.growth()
+    after = group_runner.growth()
     assert sum(len(row.token_ids) for row in rows) >= 6  # a flush brings what no chunk has carried yet
     assert {row.finish_reason for row in rows} == {None}
     assert after == []

@@ -234,10 +234,10 @@ class World:
             return
         if number in self.mortal:
             yield state._replace(alive=_put(state.alive, number, False))
-        found = _apply(state, call)
-        if found is None:
+        applied = _apply(state, call)
+        if applied is None:
             return
-        result, after = found
+        result, after = applied
         history = after.histories[number].then(result)
         while (data := self._read_at_once(after, self.outcome(number, history).pending)) is not None:
             history = history.then(data)

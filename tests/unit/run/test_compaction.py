@@ -115,7 +115,7 @@ class FailingStore:
 
 @pytest.mark.parametrize("is_done", [False, True])
 @pytest.mark.parametrize("number", [1, 2, 3, 129, 130, 131, 153, 154])
-def test_a_crash_during_the_compaction_loses_nothing_and_the_next_one_ends_it(run, number, is_done):
+def test_a_crash_during_the_compaction_loses_nothing_and_the_next_compaction_completes(run, number, is_done):
     before = facts(run)
     with pytest.raises(StoreError, match="dead"):
         compact_commits(FailingStore(run, number, is_done=is_done))
@@ -159,17 +159,17 @@ def test_two_processes_that_compact_at_once_write_the_same(run, number):
 
 def test_a_takeover_between_writing_and_deleting_adopts_the_same_commits(run):
     before = facts(run)
-    found = []
+    observed = []
 
     class TakenOver(FailingStore):
         def delete(self, keys):
-            if list(keys) and not found:
-                found.append(take_epoch(run, "trainer", max(counted_commit_keys(run))))
-                found.append(facts(run))
+            if list(keys) and not observed:
+                observed.append(take_epoch(run, "trainer", max(counted_commit_keys(run))))
+                observed.append(facts(run))
             self._store.delete(keys)
 
     compact_commits(TakenOver(run, 10**6, is_done=True))
-    epoch, during = found
+    epoch, during = observed
     assert epoch.adopted_through == STEPS
     assert during == before
     put_commit(run, 5, 2, metrics={"train/loss": 9.0})  # a stopped trainer of epoch 2 writes once more
@@ -192,7 +192,9 @@ def test_a_follower_delivers_each_commit_once_across_a_compaction(run):
 def flipped(data):
     """One byte of the records is different."""
     columns = pq.ParquetFile(io.BytesIO(data)).metadata.row_group(0)
-    at = next(one for one in map(columns.column, range(columns.num_columns)) if one.path_in_schema == "record")
+    at = next(
+        column for column in map(columns.column, range(columns.num_columns)) if column.path_in_schema == "record"
+    )
     place = at.data_page_offset + at.total_compressed_size // 2
     return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
 
@@ -297,7 +299,7 @@ def test_a_reader_of_all_commits_reads_each_compacted_object_once_and_keeps_few_
     assert [follower.commits[step].step for step in steps[::FILE_STEPS]] == list(steps[::FILE_STEPS])
     assert store.requests["get compacted"] == 200
     gc.collect()
-    alive = sum(type(one) is Commit for one in gc.get_objects())
+    alive = sum(type(instance) is Commit for instance in gc.get_objects())
     assert alive <= 5 * FILE_STEPS + 200
 
 
@@ -310,7 +312,7 @@ def test_objects_beyond_the_limit_of_memory_are_read_again(run, monkeypatch):
     assert len(commits._bytes) == 1
 
 
-def test_the_newest_checkpoint_is_found_without_reading_the_commits_after_it(long_run):
+def test_the_newest_checkpoint_is_found_without_reading_the_later_commits(long_run):
     store = CountingStore(long_run)
     keys = counted_commit_keys(store)
     newest = {step: key for step, key in keys.items() if step > LONG - 15}

@@ -54,7 +54,7 @@ def epochs(adopted_through):
     return [*trainers, EpochRecord(epoch=99, role="hub", adopted_through=-1, **values)]
 
 
-def test_a_later_epoch_replaces_what_it_did_not_adopt():
+def test_a_later_epoch_replaces_the_commits_that_were_not_adopted():
     # Epoch 2 reached step 6, epoch 4 adopted through 5 and committed 6 itself.
     chosen = counting(keys((4, 2), (5, 2), (6, 2), (6, 4), (7, 4)), epochs({2: -1, 4: 5}))
     assert chosen == {4: commit_key(4, 2), 5: commit_key(5, 2), 6: commit_key(6, 4), 7: commit_key(7, 4)}
@@ -98,7 +98,7 @@ def poisoned(change) -> MemoryStore:
         (lambda commit: commit["actors"]["actor-0/1"].pop("running"), "actors.actor-0/1.running: Field required"),
     ],
 )
-def test_any_other_number_out_of_its_range_is_one_line_that_names_it(change, says):
+def test_any_other_number_out_of_its_range_is_one_line_that_names_the_field(change, says):
     with pytest.raises(StoreError, match=re.escape(f"{commit_key(3, 2)} is not a valid Commit: {says}")) as caught:
         read_commit(poisoned(change), commit_key(3, 2))
     assert "\n" not in str(caught.value)
@@ -158,7 +158,7 @@ def test_after_a_restore_of_an_older_copy_all_steps_are_logged_again_apart_from_
     assert recorder.lost_at == [5]
 
 
-def test_what_the_tracker_has_no_room_for_waits_and_is_not_lost(store):
+def test_entries_without_room_in_the_tracker_wait_and_are_not_lost(store):
     write_run(store, Shape(steps=5))
     recorder = Recorder(room=2)
     forwarder = Forwarder(RunFollower(store), recorder)
@@ -185,7 +185,7 @@ def test_sets_are_apart_and_have_metrics_of_their_own(store):
     forward(follower, recorder)
     assert list(follower.evals) == [0, 2]
     assert [record.lag for record in follower.set_evals["hard"].values()] == [1]
-    (metrics,) = [one for _, one in recorder.entries if "eval/hard/accuracy" in one]
+    (metrics,) = [entry for _, entry in recorder.entries if "eval/hard/accuracy" in entry]
     assert metrics == {
         "eval/hard/accuracy": 0.5, "eval/hard/accuracy_low": 0.4, "eval/hard/accuracy_high": 0.6,
         "eval/hard/best": 0.8, "eval/hard/mean_tokens": 4.0, "eval/hard/lag": 1.0, "eval/hard/component/right": 0.75,

@@ -14,9 +14,9 @@ from tests.synthetic_run import Shape, write_run
 
 @pytest.fixture
 def url(tmp_path):
-    found = run_url(str(tmp_path), "quickstart-1a2b3c4d")
-    create_run(found, load_config("quickstart", ["trainer.steps=7"]), flow_run_id="f", mlflow=None)
-    return found
+    created = run_url(str(tmp_path), "quickstart-1a2b3c4d")
+    create_run(created, load_config("quickstart", ["trainer.steps=7"]), flow_run_id="f", mlflow=None)
+    return created
 
 
 def test_a_new_job_has_the_configuration_of_its_preset_and_overrides(tmp_path):
@@ -25,7 +25,7 @@ def test_a_new_job_has_the_configuration_of_its_preset_and_overrides(tmp_path):
     assert (job.preset, job.overrides, job.root, job.run) == ("quickstart", ("trainer.steps=7",), str(tmp_path), None)
 
 
-def test_a_resume_changes_the_run_only_when_it_starts(tmp_path, url):
+def test_a_resume_changes_the_run_only_at_its_start(tmp_path, url):
     job = resume_job("quickstart-1a2b3c4d", ["trainer.ranks=2"], str(tmp_path))
     assert (job.config.trainer.steps, job.config.trainer.ranks) == (7, 2)
     assert job.run is not None

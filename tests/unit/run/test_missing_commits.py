@@ -100,7 +100,7 @@ def test_one_wrong_listing_of_a_takeover_loses_no_step(run, folder, number, earl
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_readers_of_a_claim_see_all_commits_whatever_one_listing_of_the_claimer_said(run, number):
+def test_readers_of_a_claim_see_all_commits_after_one_wrong_listing_of_the_claimer(run, number):
     class Dies(WrongOnce):
         """The process ends after its claim."""
 

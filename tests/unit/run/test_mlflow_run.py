@@ -56,11 +56,11 @@ class StubMlflow(ThreadingHTTPServer):
             return {"run": self.run("new")}
         if name == "runs/search":
             wanted = given["filter"].split("'")[1]
-            return {"runs": [self.run(one) for one, tags in self.runs.items() if tags.get(RUN_TAG) == wanted]}
+            return {"runs": [self.run(run_id) for run_id, tags in self.runs.items() if tags.get(RUN_TAG) == wanted]}
         if name == "runs/log-batch":
             self.runs[given["run_id"]].update({tag["key"]: tag["value"] for tag in given.get("tags", ())})
             self.steps[given["run_id"]] += [
-                one["step"] for one in given.get("metrics", ()) if one["key"] == "reward/mean"
+                metric["step"] for metric in given.get("metrics", ()) if metric["key"] == "reward/mean"
             ]
         if name == "runs/update":
             self.names[given["run_id"]] = given.get("run_name", "")
@@ -150,7 +150,7 @@ def test_a_resume_logs_the_steps_that_mlflow_lacks_with_few_requests(run, server
     assert len(server.asked) < 20, server.asked  # NUM_KEYS histories would be NUM_KEYS requests
 
 
-def test_a_run_restored_from_an_older_copy_goes_to_a_new_mlflow_run_and_the_old_one_is_marked(
+def test_a_run_restored_from_an_older_copy_goes_to_a_new_mlflow_run_and_the_old_mlflow_run_is_marked(
     run, server, monkeypatch, caplog
 ):
     server.runs["old"][LOGGED_TAG] = json.dumps({"step": 8, "weights_sha256": "8" * 64})

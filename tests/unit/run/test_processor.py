@@ -15,9 +15,9 @@ def of(tmp_path, text):
 
 
 def test_model_instruction_sets_and_torch_are_named(tmp_path):
-    found = of(tmp_path, X86)
-    assert found.startswith("AMD EPYC 9R14 ")
-    assert " torch 2." in found
+    description = of(tmp_path, X86)
+    assert description.startswith("AMD EPYC 9R14 ")
+    assert " torch 2." in description
     assert of(tmp_path, ARM).startswith("0xd40 ")
 
 

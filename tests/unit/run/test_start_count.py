@@ -25,7 +25,7 @@ def starts(url, run_counts, flow_run_id="one"):
         count_start(url, flow_run_id, run_count, LIMIT)
 
 
-def test_it_fails_by_name_after_so_many_starts_without_a_new_commit(url, caplog):
+def test_a_run_fails_by_name_after_the_maximum_of_starts_without_a_new_commit(url, caplog):
     starts(url, [1])
     commit(url, 3)
     with caplog.at_level(logging.WARNING):
@@ -38,7 +38,7 @@ def test_it_fails_by_name_after_so_many_starts_without_a_new_commit(url, caplog)
         starts(url, [5])
 
 
-def test_it_goes_on_for_as_long_as_it_makes_progress(url):
+def test_a_run_goes_on_for_as_long_as_commits_are_made(url):
     for life in range(20):
         starts(url, [2 * life + 1, 2 * life + 2])
         commit(url, life)

@@ -76,15 +76,17 @@ def fate(group_id: int, name: str = "trained") -> FateRecord:
 def put_step(store: ObjectStore, step: int) -> None:
     """Step n trains group n, whose rows are in segment n; step DROPPED_AT drops group 0 too."""
     groups = [step] if step else []
-    fates = [fate(one) for one in groups]
+    fates = [fate(group_id) for group_id in groups]
     batches: Any = ()
     if step:
-        batches = put_batch(store, step, EPOCH, [training_row(one, advantage=step / 7) for one in group(step)])
+        batches = put_batch(
+            store, step, EPOCH, [training_row(rollout, advantage=step / 7) for rollout in group(step)]
+        )
     if step == DROPPED_AT:
         groups.append(0)
         fates.append(fate(0, "dropped_stale"))
     if groups:
-        rows = [one for group_id in groups for one in group(group_id)]
+        rows = [rollout for group_id in groups for rollout in group(group_id)]
         store.put(rollout_key("actor-0", 1, step), to_segment([encode_rollouts("run", rows)]))
     publisher = WeightPublisher(store, run_id="run", epoch=EPOCH, use_shm=False)
     manifest = publisher.publish(step, {"w": torch.full((2,), float(step))}, durable=True)
@@ -133,7 +135,7 @@ def is_fenced(store: ObjectStore) -> bool:
 def start_hub(store: ObjectStore) -> Any:
     state = read_stored_state(store)
     assert state.commit is not None
-    groups = sorted((one.summary.ref.group_id, one.seq) for one in state.sealed)
+    groups = sorted((sealed_group.summary.ref.group_id, sealed_group.seq) for sealed_group in state.sealed)
     return state.commit.step, groups, sorted(state.rows), state.retired
 
 
@@ -206,7 +208,7 @@ def in_memory(objects: Mapping[str, bytes]) -> ObjectStore:
     return store
 
 
-def check(objects: Mapping[str, bytes], before: Mapping[str, bytes], healthy: Kept, what: str) -> None:
+def check(objects: Mapping[str, bytes], before: Mapping[str, bytes], healthy: Kept, case: str) -> None:
     """objects: what is in the store after a fault; before: what was in the store before the operation.
 
     Then the run takes more steps and is compacted: a later call must not delete what an earlier call left out.
@@ -215,18 +217,18 @@ def check(objects: Mapping[str, bytes], before: Mapping[str, bytes], healthy: Ke
         return
     store = in_memory(objects)
     left = kept(store)
-    assert set(left.epochs) >= set(healthy.epochs), what
-    assert left._replace(epochs=[]) == healthy._replace(epochs=[]), what
+    assert set(left.epochs) >= set(healthy.epochs), case
+    assert left._replace(epochs=[]) == healthy._replace(epochs=[]), case
     if left.epochs == healthy.epochs:  # the trainer goes on
         for step in range(STEPS + 1, STEPS + 9):
             put_step(store, step)
         compact(store)
-        assert kept(store).untrained >= healthy.untrained, what
-    assert take_over(store)[0].adopted_through == max(read_commits(store)), what
+        assert kept(store).untrained >= healthy.untrained, case
+    assert take_over(store)[0].adopted_through == max(read_commits(store)), case
 
 
 def attempt(
-    operation: Callable[[ObjectStore], Any], store: ObjectStore, wanted: Any, what: str, *, is_lie: bool = False
+    operation: Callable[[ObjectStore], Any], store: ObjectStore, wanted: Any, case: str, *, is_lie: bool = False
 ) -> None:
     """The result of a healthy store, or a refusal.
 
@@ -239,7 +241,7 @@ def attempt(
     else:
         raised = ""
     if raised:
-        assert store.url in raised, what
+        assert store.url in raised, case
         return
     if isinstance(result, dict) and "problems" in result:  # an audit may fail, and may not pass by mistake
         is_same = result == wanted or result["problems"] != wanted["problems"] or result["damaged"]
@@ -247,7 +249,7 @@ def attempt(
         is_same = wanted is None or _untimed(result) == _untimed(wanted)
     if is_lie:
         is_same = _continued_from(operation, result) == _continued_from(operation, wanted)
-    assert is_same, f"{what}: another result, without an error"
+    assert is_same, f"{case}: another result, without an error"
 
 
 def _continued_from(operation: Callable[[ObjectStore], Any], result: Any) -> Any:
@@ -343,10 +345,10 @@ def test_a_call_of_the_operating_system_fails(tmp_path, monkeypatch, objects, na
             disk.arm(-1)
             restore()
             disk.arm(index, number)
-            what = f"{name}, call {index}: {call}, {errno.errorcode[number]}"
-            attempt(operation, store, wanted, what, is_lie=number == errno.ENOENT)
+            case = f"{name}, call {index}: {call}, {errno.errorcode[number]}"
+            attempt(operation, store, wanted, case, is_lie=number == errno.ENOENT)
             disk.arm(-1)
-            check(stored(), objects, healthy, what)
+            check(stored(), objects, healthy, case)
     assert calls
 
 
@@ -354,7 +356,7 @@ def test_a_call_of_the_operating_system_fails(tmp_path, monkeypatch, objects, na
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_answer_of_s3_is_another_one(s3_environment, objects, name):
+def test_a_wrong_answer_of_s3_changes_no_result_silently(s3_environment, objects, name):
     operation = OPERATIONS[name]
     with serving() as server:
         s3_environment(server.endpoint)
@@ -393,9 +395,9 @@ def test_an_answer_of_s3_is_another_one(s3_environment, objects, name):
                 restore()
                 fault = {**ANSWERS, **lies}[answer]
                 server.fault = lambda _, at=index, fault=fault: fault if len(server.asked) == at + 1 else None
-                what = f"{name}, request {index}: {request}, {answer}"
+                case = f"{name}, request {index}: {request}, {answer}"
                 is_unread = request == "GET" and answer.startswith("200")  # a damaged object
-                attempt(operation, store, wanted, what, is_lie=answer in lies or is_unread)
+                attempt(operation, store, wanted, case, is_lie=answer in lies or is_unread)
                 server.fault = lambda asked: None
-                check(stored(), objects, healthy, what)
+                check(stored(), objects, healthy, case)
         assert asked

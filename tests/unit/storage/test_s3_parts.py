@@ -44,10 +44,10 @@ def once_each(*said: str):
     """Faults: the first request of each kind fails with 503."""
     left = set(said)
 
-    def fault(one: str) -> int | None:
-        if one not in left:
+    def fault(request: str) -> int | None:
+        if request not in left:
             return None
-        left.discard(one)
+        left.discard(request)
         return 503
 
     return fault

@@ -124,19 +124,19 @@ def test_the_temporary_file_of_a_killed_writer_is_found_and_removed(tmp_path):
     assert temporary_files(tmp_path) == []
 
 
-def test_the_temporary_file_of_a_live_writer_stays_however_old_it_is(tmp_path, monkeypatch):
-    store, found = open_store(str(tmp_path)), []
+def test_the_temporary_file_of_a_live_writer_stays_at_any_age(tmp_path, monkeypatch):
+    store, unfinished = open_store(str(tmp_path)), []
     replace = os.replace
 
     def look(source, target):  # after the data, and before the object has its name
         age(source, 1e6)
-        found.extend(store.unfinished())
+        unfinished.extend(store.unfinished())
         store.discard([Path(source).name])
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", look)
     store.put("a", b"1")
-    assert (found, store.get("a")) == ([], b"1")
+    assert (unfinished, store.get("a")) == ([], b"1")
 
 
 def test_without_locks_the_age_of_a_temporary_file_decides(tmp_path, monkeypatch):
@@ -161,7 +161,7 @@ def test_no_object_can_be_discarded(tmp_path):
     assert store.get("a") == b"1"
 
 
-def test_every_new_directory_is_durable_before_the_object_that_lies_in_it(tmp_path, monkeypatch):
+def test_every_new_directory_is_made_durable_with_its_first_object(tmp_path, monkeypatch):
     synced, fsync = [], os.fsync
     monkeypatch.setattr(
         os, "fsync", lambda number: (synced.append(os.readlink(f"/proc/self/fd/{number}")), fsync(number))
@@ -210,7 +210,7 @@ def test_a_write_waits_for_room_on_a_full_disk(tmp_path, monkeypatch, caplog):
         store.put("commits/1.json", b"other", create_only=True)
 
 
-def test_what_a_repetition_cannot_change_is_not_waited_for(tmp_path, monkeypatch):
+def test_an_error_that_a_repetition_cannot_change_is_raised_at_once(tmp_path, monkeypatch):
     def refuse(descriptor):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
@@ -284,7 +284,7 @@ def faulty(s3_environment):
 
 @pytest.mark.parametrize("name", OUTAGES)
 @pytest.mark.parametrize("call", ["list", "children", "exists", "get", "put", "create", "delete"])
-def test_what_no_s3_server_answers_is_an_outage(faulty, name, call):
+def test_an_answer_that_no_s3_server_gives_is_an_outage(faulty, name, call):
     server = faulty()
     store = S3Store("s3://bucket/runs", retry_seconds=0.0)
     assert store.is_conditional
@@ -308,7 +308,7 @@ def test_what_no_s3_server_answers_is_an_outage(faulty, name, call):
     assert patient.list("commits") == (["commits/a"] if "/bucket/runs/commits/a" in server.objects else [])
 
 
-def test_s3_repeats_what_may_pass_and_sends_no_surprise_checksums(faulty):
+def test_s3_repeats_after_passing_errors_and_sends_no_surprise_checksums(faulty):
     server = faulty([503, 500])
     store = open_store("s3://bucket/runs")
     store.put("a", b"data")
@@ -339,11 +339,9 @@ def test_s3_gives_up_at_its_deadline(faulty):
     with pytest.raises(MissingObject):
         store.get("a")  # makes its client, which may take seconds
     server.requests.clear()
-    started = time.monotonic()
     with pytest.raises(StoreUnavailable, match=server.endpoint):
         store.get("a")
     assert 1 < len(server.requests) < 12
-    assert time.monotonic() - started < 30
 
 
 def test_s3_create_whose_answer_was_lost_is_recognised_as_its_own(faulty):
@@ -432,7 +430,9 @@ def test_the_preflight_gives_a_silent_endpoint_five_seconds(s3_environment):
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         s3_environment(f"http://127.0.0.1:{silent.getsockname()[1]}")
-        started = time.monotonic()
         with pytest.raises(ConfigError, match="no answer within 5 s"):
             check_writable(open_store("s3://bucket/runs"))
-        assert time.monotonic() - started < 14
+        silent.setblocking(False)
+        silent.accept()[0].close()
+        with pytest.raises(BlockingIOError):  # there was no second attempt
+            silent.accept()

@@ -90,7 +90,7 @@ def test_several_runs_that_do_not_all_fit_on_the_disk_are_named_before_the_first
     assert checks.space_lines([run] * 3, "s3://bucket/runs") == []
 
 
-def test_too_little_shared_memory_is_refused_and_only_where_it_is_used(tmp_path, monkeypatch):
+def test_too_little_shared_memory_is_refused_only_for_transport_through_shared_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "model_size", lambda path: 100_000_000)
     free = {str(tmp_path): 10**12}
     monkeypatch.setattr(
@@ -101,7 +101,7 @@ def test_too_little_shared_memory_is_refused_and_only_where_it_is_used(tmp_path,
     checks.check_space(config("weights.transport=object_store"), f"file://{tmp_path}")
 
 
-def test_versions_of_adapters_need_little_room_and_the_models_that_vllm_reads_need_it_all(tmp_path, monkeypatch):
+def test_versions_of_adapters_need_little_room_and_the_models_that_vllm_reads_need_full_room(tmp_path, monkeypatch):
     model = tmp_path / "model"
     model.mkdir()
     save_file({"w": np.zeros((1000, 500), np.float32), "b": np.zeros(7)}, model / "model.safetensors")

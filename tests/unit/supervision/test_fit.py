@@ -25,15 +25,15 @@ def config(*overrides):
 
 
 def parts(fit, role):
-    (found,) = [one for one in fit.roles if one.role == role]
-    return {part.name: part.num_bytes for part in found.gpu}
+    (role_fit,) = [candidate for candidate in fit.roles if candidate.role == role]
+    return {part.name: part.num_bytes for part in role_fit.gpu}
 
 
 def test_a_full_learner_of_one_rank_needs_twenty_bytes_per_parameter():
-    found = parts(fit_of(config(SEVEN, "placement.gpu=H100")), "trainer")
-    assert found["weights"] + found["gradients"] + found["optimizer"] == 20 * NUM_7B
+    bytes_by_part = parts(fit_of(config(SEVEN, "placement.gpu=H100")), "trainer")
+    assert bytes_by_part["weights"] + bytes_by_part["gradients"] + bytes_by_part["optimizer"] == 20 * NUM_7B
     # 4,096 tokens, 28 layers, hidden 3,584, inner 18,944; and three copies of a chunk of logits
-    assert found["activations"] == 4096 * 28 * (24 * 3584 + 8 * 18944) + 3 * 4 * 2**22
+    assert bytes_by_part["activations"] == 4096 * 28 * (24 * 3584 + 8 * 18944) + 3 * 4 * 2**22
     float32 = parts(fit_of(config(SEVEN, "model.dtype=float32")), "trainer")
     assert float32["weights"] + float32["gradients"] + float32["optimizer"] == 20 * NUM_7B
 
@@ -50,19 +50,23 @@ def test_a_teacher_counts_with_its_own_size(tmp_path):
 
 def test_the_measured_learner_of_1_5_b_parameters_is_predicted():
     """77 to 80 of 84 GB were in use at 16,384 tokens per pack."""
-    found = fit_of(config("model.path=Qwen/Qwen2.5-1.5B", "placement.gpu=84", "trainer.pack_tokens=16384"))
-    (trainer,) = [one for one in found.roles if one.role == "trainer"]
+    fit = fit_of(config("model.path=Qwen/Qwen2.5-1.5B", "placement.gpu=84", "trainer.pack_tokens=16384"))
+    (trainer,) = [role_fit for role_fit in fit.roles if role_fit.role == "trainer"]
     assert 74e9 < trainer.gpu_bytes < 86e9
 
 
-def test_zero_shards_the_state_over_the_ranks_and_offload_moves_it_to_the_host():
+def test_zero_shards_the_state_over_the_ranks_and_offload_moves_the_state_to_the_host():
     sharded = ("learner.kind=deepspeed", "trainer.ranks=4")
-    found = parts(fit_of(config(SEVEN, *sharded, "learner.zero_stage=3")), "trainer")
-    assert (found["weights"], found["gradients"], found["optimizer"]) == (
+    bytes_by_part = parts(fit_of(config(SEVEN, *sharded, "learner.zero_stage=3")), "trainer")
+    assert (bytes_by_part["weights"], bytes_by_part["gradients"], bytes_by_part["optimizer"]) == (
         2 * NUM_7B / 4, 4 * NUM_7B / 4, 12 * NUM_7B / 4
     )  # fmt: skip
-    found = parts(fit_of(config(SEVEN, *sharded, "learner.zero_stage=1")), "trainer")
-    assert (found["weights"], found["gradients"], found["optimizer"]) == (2 * NUM_7B, 4 * NUM_7B, 12 * NUM_7B / 4)
+    bytes_by_part = parts(fit_of(config(SEVEN, *sharded, "learner.zero_stage=1")), "trainer")
+    assert (bytes_by_part["weights"], bytes_by_part["gradients"], bytes_by_part["optimizer"]) == (
+        2 * NUM_7B,
+        4 * NUM_7B,
+        12 * NUM_7B / 4,
+    )
     offload = (*sharded, "learner.zero_stage=3", "learner.offload=parameters")
     on_host, on_gpu = fit_of(config(SEVEN, *offload)), fit_of(config(SEVEN, *sharded, "learner.zero_stage=3"))
     assert parts(on_host, "trainer")["weights"] == parts(on_host, "trainer")["optimizer"] == 0
@@ -70,21 +74,23 @@ def test_zero_shards_the_state_over_the_ranks_and_offload_moves_it_to_the_host()
 
 
 def test_adapters_are_trained_beside_frozen_weights():
-    found = parts(fit_of(config(SEVEN, "learner.lora_rank=16", "learner.activation_checkpointing=true")), "trainer")
+    bytes_by_part = parts(
+        fit_of(config(SEVEN, "learner.lora_rank=16", "learner.activation_checkpointing=true")), "trainer"
+    )
     per_layer = 2 * 3584 + 2 * (3584 + 512) + (3584 + 3584) + 3 * (3584 + 18944)
-    assert found["optimizer"] == 12 * 16 * 28 * per_layer
-    assert found["weights"] == 2 * NUM_7B
+    assert bytes_by_part["optimizer"] == 12 * 16 * 28 * per_layer
+    assert bytes_by_part["weights"] == 2 * NUM_7B
     one_layer = 24 * 3584 + 8 * 18944
-    assert found["activations"] == 4096 * (28 * 2 * 3584 + one_layer) + 3 * 4 * 2**22
+    assert bytes_by_part["activations"] == 4096 * (28 * 2 * 3584 + one_layer) + 3 * 4 * 2**22
 
 
 def test_an_engine_has_room_for_so_many_whole_sequences():
     fit = fit_of(config(SEVEN, "placement.gpu=H100", "engine.tensor_parallel=2"))
-    found = parts(fit, "actor")
-    assert found["weights"] == NUM_7B
-    assert found["one sequence"] == 2 * 2 * 28 * 4 * 128 * 4096 / 2
+    bytes_by_part = parts(fit, "actor")
+    assert bytes_by_part["weights"] == NUM_7B
+    assert bytes_by_part["one sequence"] == 2 * 2 * 28 * 4 * 128 * 4096 / 2
     room = 0.9 * 80 * 2**30 - NUM_7B - 2 * 2**30
-    assert fit.roles[1].note.startswith(f"{int(room // found['one sequence'])} sequences of 4096 tokens")
+    assert fit.roles[1].note.startswith(f"{int(room // bytes_by_part['one sequence'])} sequences of 4096 tokens")
     assert fit.roles[1].gpus == 2
 
 
@@ -96,7 +102,7 @@ def test_pods_have_shared_memory_for_the_size_of_the_model():
     assert shared_memory_of(config("model.path=somebody/unknown"), "trainer") is None
 
 
-def test_what_cannot_fit_is_refused_with_the_sum_and_a_way_out():
+def test_a_run_that_cannot_fit_is_refused_with_the_sum_and_a_way_out():
     with pytest.raises(
         ConfigError, match=r"trainer: weights 15\.2 GB \+ gradients 45\.7 GB.*H100\. Set learner"
     ) as no:

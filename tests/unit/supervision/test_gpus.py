@@ -44,7 +44,7 @@ def claim(stack, role, name, *overrides, run_id="one", seconds=0.0):
     return stack.enter_context(claimed_gpus(config(*overrides), run_id, role, name, Event(), seconds))
 
 
-def test_the_inventory_is_what_the_driver_lists_and_the_environment_allows(tmp_path, monkeypatch):
+def test_the_inventory_has_the_gpus_that_the_driver_lists_and_the_environment_allows(tmp_path, monkeypatch):
     assert [gpu.device for gpu in inventory()] == [], "this host has no driver"
     host_of(tmp_path, monkeypatch, 4)
     assert [(gpu.device, gpu.uuid, gpu.num_bytes) for gpu in inventory()][1] == ("1", "GPU-11aa-bb", 81559 * 2**20)
@@ -62,7 +62,7 @@ def test_a_driver_that_answers_nonsense_is_a_host_without_gpus(tmp_path, monkeyp
     assert inventory() == ()
 
 
-def test_each_role_gets_what_its_keys_say():
+def test_each_role_gets_the_number_of_gpus_of_its_keys():
     twelve = config("placement.actors=6", "engine.tensor_parallel=2", "trainer.ranks=4", "schedule.max_lag=8")
     assert (gpus_of(twelve, "actor"), gpus_of(twelve, "trainer"), gpus_of(twelve, "hub")) == (2, 4, 0)
     assert needed_here(twelve) == (16, "trainer.ranks=4 x 1 + placement.actors=6 x 2 = 16")
@@ -172,7 +172,7 @@ def test_the_locks_are_open_to_the_processes_of_all_users(shared):
 
 
 @as_root
-def test_two_users_exclude_each_other_and_each_sees_who_has_the_gpu(shared):
+def test_two_users_exclude_each_other_and_each_sees_the_holder_of_the_gpu(shared):
     program = """
     with ExitStack() as held:
         print(gpus._claim(held, (gpu,), 1, "theirs", "actor-0", share=False), gpus.holders((gpu,)), flush=True)
@@ -231,7 +231,7 @@ PLANTED = {
 @as_root
 @pytest.mark.parametrize("planted", PLANTED)
 @pytest.mark.parametrize("name", ["all", "GPU-00aa-bb", "GPU-00aa-bb.0"])
-def test_what_another_user_puts_in_the_place_of_a_file_is_neither_followed_nor_written(shared, name, planted):
+def test_a_link_or_file_that_another_user_plants_is_neither_followed_nor_written(shared, name, planted):
     """The other user has created the directory, and so may put there what they like."""
     victim = shared.parent / "victim"
     victim.write_text("private")

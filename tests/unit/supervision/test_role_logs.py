@@ -43,23 +43,23 @@ def failing(logger):
         logger.exception("step failed at %s", "https://user:pass@host/x")
 
 
-def test_a_json_line_says_who_when_where_and_no_secret():
+def test_a_json_line_has_role_time_and_place_and_no_secret():
     facts = {"epoch": 4}
     identity = {"run": "r-1", "role": "trainer", "name": "trainer"}
     formatter = RoleFormatter(as_json=True, identity=identity, facts=facts, secrets=(SECRET, ""))
     facts["step"] = 7
     (line,) = logged(formatter, failing).splitlines()
-    found = json.loads(line)
-    assert found["time"][10] == "T"
-    assert found["time"].endswith("Z")
-    assert {**identity, "epoch": 4, "step": 7, "level": "ERROR"}.items() <= found.items()
-    assert found["message"] == "step failed at https://[redacted]@host/x"
-    assert "ValueError: bad token [redacted]" in found["exception"]
+    entry = json.loads(line)
+    assert entry["time"][10] == "T"
+    assert entry["time"].endswith("Z")
+    assert {**identity, "epoch": 4, "step": 7, "level": "ERROR"}.items() <= entry.items()
+    assert entry["message"] == "step failed at https://[redacted]@host/x"
+    assert "ValueError: bad token [redacted]" in entry["exception"]
     assert SECRET not in line
     assert level_of(line) == "ERROR"
 
 
-def test_a_text_line_is_as_it_was_without_secrets():
+def test_a_text_line_differs_only_in_redacted_secrets():
     text = logged(RoleFormatter(secrets=(SECRET,)), lambda log: log.warning("token %s, max_tokens 80", SECRET))
     assert text.endswith(" WARNING pipelinerl_core.roles.trainer.main: token [redacted], max_tokens 80\n")
     assert level_of(text) == "WARNING"
@@ -68,7 +68,7 @@ def test_a_text_line_is_as_it_was_without_secrets():
 HOSTILE = "\x1b[2J\x9b31m\r\n2026-11-21 03:00:00,123 INFO root: all is well\u2028\u202e"
 
 
-def test_what_a_terminal_would_obey_and_what_looks_like_another_line_is_written_out():
+def test_control_characters_and_line_breaks_are_escaped():
     text = logged(RoleFormatter(), lambda log: log.warning("group 3: %s, Grüße, 質問", HOSTILE))
     assert text.count("\n") == 1
     assert text.removesuffix("\n").isprintable()
@@ -102,8 +102,8 @@ def test_the_form_of_a_role_is_taken_from_its_configuration(capsys):
         root.warning("told %s", SECRET)
     finally:
         root.handlers[:] = before
-    found = json.loads(capsys.readouterr().err)
-    assert (found["run"], found["role"], found["step"], found["message"]) == ("r-1", "hub", 3, "told [redacted]")
+    entry = json.loads(capsys.readouterr().err)
+    assert (entry["run"], entry["role"], entry["step"], entry["message"]) == ("r-1", "hub", 3, "told [redacted]")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def write(path, number, level="INFO", start=0):
             log.write(f"2026-11-21 03:00:00,000 {level} role: line {index:06d}\n")
 
 
-def test_a_log_is_cut_while_it_is_written_and_every_line_is_counted(tmp_path):
+def test_a_log_is_cut_during_writing_and_every_line_is_counted(tmp_path):
     log = RoleLog(tmp_path / "actor-0.log", 4000)
     with log.open() as stream:  # the child's descriptor, which stays open through the cuts
         for index in range(1000):
@@ -141,7 +141,7 @@ def test_a_log_is_cut_while_it_is_written_and_every_line_is_counted(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["actor-0.log", "actor-0.log.1"]
 
 
-def test_what_an_earlier_start_wrote_is_counted_by_that_start(tmp_path):
+def test_lines_of_an_earlier_start_are_counted_by_that_start(tmp_path):
     path = tmp_path / "hub.log"
     write(path, 5, "ERROR")
     log = RoleLog(path, 1 << 20)
@@ -183,7 +183,7 @@ def test_roles_are_chosen_by_name_or_kind(tmp_path):
         log_files(tmp_path / "nowhere")
 
 
-def test_the_tail_is_the_last_lines_and_reads_no_more_than_it_must(tmp_path, monkeypatch):
+def test_the_tail_is_the_last_lines_and_reads_only_the_end_of_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(role_logs, "TAIL_BYTES", 200)
     write(tmp_path / "hub.log", 1000)
     assert [line[-6:] for line in tail(tmp_path / "hub.log", 2)] == ["000998", "000999"]
@@ -205,8 +205,8 @@ def test_following_gives_whole_lines_through_a_cut_and_new_logs(tmp_path, monkey
 
     steps = iter([lambda: append("2026 half"), lambda: append(" and half\n"), cut])
     monkeypatch.setattr(role_logs, "time", SimpleNamespace(sleep=lambda seconds: next(steps)()))  # one each round
-    found = follow(tmp_path, pause_seconds=0.01)
-    lines = [next(found) for _ in range(3)]
+    followed = follow(tmp_path, pause_seconds=0.01)
+    lines = [next(followed) for _ in range(3)]
     assert lines[0] == ("hub", "2026 half and half")
     assert {(name, line[-6:]) for name, line in lines[1:]} == {("hub", "000007"), ("actor-0", "000000")}
 
@@ -229,7 +229,7 @@ def test_the_command_prints_each_line_with_its_role_or_one_document(tmp_path, ca
         show(url, "", 2, keeps_on=True, as_json=True)
 
 
-def test_the_flow_run_keeps_a_table_of_what_the_roles_logged_however_it_ends(tmp_path, monkeypatch):
+def test_the_flow_run_keeps_a_table_of_the_logs_of_the_roles_even_after_a_failure(tmp_path, monkeypatch):
     write_run(open_store(str(tmp_path / "r-1")), Shape(steps=2))
     (tmp_path / "r-1" / "logs").mkdir()
     write(tmp_path / "r-1" / "logs" / "trainer.log", 3, "ERROR")

@@ -181,7 +181,7 @@ def test_a_role_that_ignores_sigterm_is_killed_after_the_grace(tmp_path):
     assert not is_running(int((tmp_path / "pid").read_text()))
 
 
-def test_what_a_role_has_started_ends_with_it(tmp_path):
+def test_a_child_of_a_role_ends_with_the_role(tmp_path):
     grandchild = "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
     program = COUNT + grandchild + "open(sys.argv[1] + '/pid', 'w').write(str(child.pid))\ntime.sleep(60)"
     stop_when_started(tmp_path, program)
@@ -193,7 +193,7 @@ def test_a_role_that_does_not_become_ready_is_restarted_and_named(tmp_path):
         run(tmp_path, COUNT + "time.sleep(60)", max_restarts=1, ready_check=lambda: False, ready_seconds=0.2)
 
 
-def test_readiness_is_asked_until_it_is_given_and_then_no_more(tmp_path):
+def test_readiness_is_asked_until_the_first_yes_and_then_no_more(tmp_path):
     answers = iter([False, True])
     report = run(tmp_path, COUNT + "time.sleep(0.3)", ready_check=lambda: next(answers), ready_seconds=0.2)
     assert report.exit_code == 0
@@ -214,7 +214,7 @@ def test_a_stop_during_the_backoff_ends_the_supervision(tmp_path, monkeypatch):
     assert (tmp_path / "starts").read_text() == "x", "a stopped role must not be started again"
 
 
-def test_every_life_has_a_temporary_directory_of_its_own_which_goes_with_it(tmp_path):
+def test_every_life_has_a_temporary_directory_of_its_own_which_is_removed_at_its_end(tmp_path):
     program = (
         COUNT
         + "directory = os.environ['TMPDIR']; open(directory + '/left', 'w').write('x')\n"
@@ -239,7 +239,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_shared_memory_of_a_killed_role_goes_with_it(tmp_path, monkeypatch):
+def test_shared_memory_of_a_killed_role_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(process_groups, "TRACKER_SECONDS", 20.0)
     with pytest.raises(RoleFailed, match="killed by SIGKILL"):
         run(tmp_path, COUNT + LEAVES_MEMORY, max_restarts=0)
@@ -276,7 +276,7 @@ def test_every_child_waits_passively_and_has_its_thread_limits():
     assert next(iter(environment)) == "PYTHONUNBUFFERED", "a variable that no library sets again"
 
 
-def test_a_role_is_told_whose_child_it_is_and_never_given_the_token_on_its_command_line():
+def test_the_command_line_of_a_role_has_the_pid_of_its_parent_and_never_the_token():
     command = role_command("actor", {"run": "file:///runs/a", "name": "actor-0"})
     expected = ["-m", "pipelinerl_core.roles.actor.main", "--run", "file:///runs/a", "--name", "actor-0"]
     assert command[1:] == [*expected, "--parent-pid", str(os.getpid())]

@@ -38,7 +38,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_a_killed_process_leaves_goes_with_its_directory(outer, tmp_path):
+def test_files_that_a_killed_process_leaves_are_removed_with_its_directory(outer, tmp_path):
     with own_temporary(os.environ) as environment:
         command = [sys.executable, "-c", LEAVES_THINGS, str(tmp_path / "where")]
         ended = subprocess.run(command, env=environment, check=False)
@@ -59,7 +59,7 @@ for n in range(300):
 """
 
 
-def test_it_goes_although_something_still_writes_into_it(outer, monkeypatch):
+def test_the_directory_is_removed_although_a_process_still_writes_there(outer, monkeypatch):
     monkeypatch.setattr(temporary_directories, "_REMOVE_SECONDS", 30.0)
     with temporary_directory() as directory:
         command = [sys.executable, "-I", "-S", "-c", STRAGGLER, str(directory)]
@@ -80,7 +80,7 @@ with pipelinerl_core.supervision.temporary_directories.temporary_directory() as 
 """
 
 
-def test_the_directory_of_a_killed_supervisor_goes_at_the_next_start_and_a_live_one_stays(outer):
+def test_the_directory_of_a_killed_supervisor_is_removed_at_the_next_start_and_a_live_directory_stays(outer):
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert owner.stdout is not None
     with owner.stdout:
@@ -104,7 +104,7 @@ def test_a_socket_fits_however_long_the_path_of_the_hosts_directory_is(tmp_path,
     assert not Path(environment["TMPDIR"]).exists()
 
 
-def test_a_directory_that_is_taken_for_an_abandoned_one_while_it_is_made_is_made_again(outer, monkeypatch):
+def test_a_directory_that_is_removed_as_abandoned_during_its_creation_is_made_again(outer, monkeypatch):
     lock, taken = temporary_directories.fcntl.flock, []
 
     def late(descriptor: int, how: int) -> None:
@@ -148,7 +148,7 @@ for _ in range(40):
 
 def test_starts_at_the_same_moment_do_not_take_each_others_directories(outer):
     several = [subprocess.Popen([sys.executable, "-c", MANY], cwd=ROOT) for _ in range(3)]
-    assert [one.wait(120) for one in several] == [0, 0, 0]
+    assert [process.wait(120) for process in several] == [0, 0, 0]
     assert list(outer.iterdir()) == []
 
 

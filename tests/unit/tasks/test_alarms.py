@@ -18,9 +18,9 @@ def commits(rewards):
 
 @pytest.fixture
 def events(monkeypatch):
-    found = []
-    monkeypatch.setattr(alarms, "emit_event", lambda **event: found.append(event))
-    return found
+    emitted = []
+    monkeypatch.setattr(alarms, "emit_event", lambda **event: emitted.append(event))
+    return emitted
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_learning_noise_and_setbacks_are_no_collapse(rewards):
     assert reward_fall(rewards) is None
 
 
-def test_a_reward_below_where_it_began_has_collapsed():
+def test_a_reward_below_its_start_has_collapsed():
     best, newest = reward_fall(RISE + [0.05] * WINDOW_STEPS)
     assert best == pytest.approx(sum(RISE[-WINDOW_STEPS:]) / WINDOW_STEPS)
     assert newest == pytest.approx(0.05)
@@ -47,35 +47,35 @@ def test_a_reward_below_where_it_began_has_collapsed():
 
 
 def test_each_alarm_is_emitted_once_and_names_the_run(events):
-    one = Alarms("quickstart-12345678")
-    one.check(commits(RISE))
+    run_alarms = Alarms("quickstart-12345678")
+    run_alarms.check(commits(RISE))
     assert events == []
     for _ in range(2):
-        one.check(commits(RISE + [0.0] * WINDOW_STEPS))
-        one.emit(RUN_STALLED, "no commit for 20 minutes")
+        run_alarms.check(commits(RISE + [0.0] * WINDOW_STEPS))
+        run_alarms.emit(RUN_STALLED, "no commit for 20 minutes")
     assert [event["event"] for event in events] == ["pipelinerl.reward.collapsed", "pipelinerl.run.stalled"]
     assert {event["resource"]["prefect.resource.id"] for event in events} == {"pipelinerl.run.quickstart-12345678"}
     assert events[0]["payload"]["message"] == "mean reward of the last 20 steps: 0.000; best mean: 0.479"
 
 
 def test_each_actor_under_alarm_is_named_once(events):
-    one = Alarms("quickstart-12345678")
-    found = commits([0.5] * 4)
+    run_alarms = Alarms("quickstart-12345678")
+    step_commits = commits([0.5] * 4)
     for step, actors in {1: {"a/1": ""}, 2: {"a/1": "mean 0.2"}, 3: {"a/1": "mean 0.3", "b/1": "mean 0.4"}}.items():
-        found[step].rescored = {name: SimpleNamespace(alarm=alarm) for name, alarm in actors.items()}
-        one.check({number: found[number] for number in range(step + 1)})
-    one.check(found)
+        step_commits[step].rescored = {name: SimpleNamespace(alarm=alarm) for name, alarm in actors.items()}
+        run_alarms.check({number: step_commits[number] for number in range(step + 1)})
+    run_alarms.check(step_commits)
     assert [event["event"] for event in events] == ["pipelinerl.actor.mismatch"] * 2
     assert [event["payload"]["message"].split()[0] for event in events] == ["a/1", "b/1"]
     assert events[0]["payload"]["message"].endswith("mean 0.2")
 
 
 def test_a_part_of_a_mixture_without_a_trained_group_is_named_once(events):
-    one = Alarms("mixed-12345678")
+    run_alarms = Alarms("mixed-12345678")
     config = {"mixture": {"math": {"weight": 1.0}, "guess": {"weight": 1.0}}}
     for num in (7, 8, 9):
         metrics = {"part/math/groups_trained": 8.0, "part/guess/groups_failed": float(num)}
-        one.check_parts(config, SimpleNamespace(metrics=metrics))
+        run_alarms.check_parts(config, SimpleNamespace(metrics=metrics))
     assert [event["event"] for event in events] == ["pipelinerl.part.failed"]
     assert events[0]["payload"]["message"].startswith("mixture.guess: all 8 groups failed")
     Alarms("plain").check_parts({"seed": 0}, None)

@@ -51,7 +51,7 @@ def is_kept(monkeypatch, server: Server) -> bool:
 
 
 @pytest.mark.parametrize("states", [FIRST, [], FIRST + RETRIED, FIRST + RESUMED + RETRIED, FIRST + OUTAGE + RETRIED])
-def test_who_starts_a_run_means_it_to_run(monkeypatch, states):
+def test_a_start_of_a_run_clears_an_earlier_drain_request(monkeypatch, states):
     assert not is_kept(monkeypatch, Server(states))
 
 

@@ -61,7 +61,7 @@ def use(monkeypatch, store):
 def test_a_run_that_an_outage_has_ended_is_in_the_state_that_the_automation_resumes(monkeypatch):
     state = outage.crashed_by_outage(use(monkeypatch, Store(0)), StoreUnavailable("no answer"))
     assert state.is_crashed()
-    (resume,) = [one for one in wanted_automations(None) if one.name == "pipelinerl-resume"]
+    (resume,) = [automation for automation in wanted_automations(None) if automation.name == "pipelinerl-resume"]
     assert f"prefect.flow-run.{state.name}" in resume.trigger.expect
     assert "`pipelinerl resume r-1` continues the run" in state.message
 

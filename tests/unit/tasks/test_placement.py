@@ -1,4 +1,7 @@
-"""A role on a work pool, with a server that only remembers the states it is told."""
+"""A role on a work pool, with a server that only remembers the states it is told.
+
+Tests put fake members into the private table of RunRoles: its start would need deployments and a Prefect server.
+"""
 
 import json
 import socket
@@ -125,7 +128,7 @@ def test_a_long_life_starts_the_count_again(server, monkeypatch):
 
 
 @pytest.mark.parametrize("state", [Cancelled(), Completed(), None])
-def test_one_that_was_cancelled_deleted_or_is_done_is_not_replaced_and_is_no_failure(server, state):
+def test_a_member_that_was_cancelled_or_deleted_or_is_done_is_not_replaced_and_is_no_failure(server, state):
     actor = member()
     server.states[server.newest] = state
     assert actor.has_ended()
@@ -133,7 +136,7 @@ def test_one_that_was_cancelled_deleted_or_is_done_is_not_replaced_and_is_no_fai
     assert len(server.states) == 1
 
 
-def test_one_that_failed_by_itself_has_used_up_its_restarts_already(server):
+def test_a_member_that_failed_by_itself_has_used_up_its_restarts_already(server):
     actor = member()
     server.states[server.newest] = Failed(message="wrong configuration")
     assert actor.has_ended()
@@ -152,15 +155,19 @@ def test_while_the_server_is_away_the_replacement_waits(server):
     assert len(server.states) == 2
 
 
-def test_what_an_earlier_start_has_left_goes_on_unless_it_is_over_or_of_another_name(server):
-    first = member()
-    other = DeployedRole("actor/actor", {"run_url": "/runs/one", "name": "actor-1"}, "actor-1", 2)
-    elsewhere = DeployedRole("actor/actor", {"run_url": "/runs/two", "name": "actor-0"}, "actor-0", 2)
+def test_a_member_of_an_earlier_start_goes_on_unless_its_flow_run_is_over_or_of_another_name(server):
+    member()
+    first = server.newest
+    for run, name in (("one", "actor-1"), ("two", "actor-0")):
+        DeployedRole("actor/actor", {"run_url": f"/runs/{run}", "name": name}, name, 2)
+    assert len(server.states) == 3
     again = member()
-    assert again._id == first._id
-    assert len({first._id, other._id, elsewhere._id}) == len(server.states) == 3
-    server.states[first._id] = Cancelled()
-    assert member()._id == server.newest != first._id
+    assert len(server.states) == 3
+    assert not again.has_ended()
+    server.states[first] = Cancelled()
+    assert again.has_ended()
+    assert not member().has_ended()
+    assert len(server.states) == 4
 
 
 def test_after_stop_nothing_is_replaced(server):
@@ -251,7 +258,9 @@ def test_after_a_ctrl_c_during_the_stop_every_role_is_stopped(strikes):
     ],
     ids=["by another", "only others", "by nobody", "the run is over"],
 )
-def test_a_fenced_actor_comes_back_if_the_run_lives_without_one_of_its_name(monkeypatch, states, actors, is_replaced):
+def test_a_fenced_actor_comes_back_if_the_run_lives_without_an_actor_of_its_name(
+    monkeypatch, states, actors, is_replaced
+):
     runs = Runs(states)
     runs.actors = actors
     monkeypatch.setattr(run_roles, "read_hub", runs.read)
@@ -289,7 +298,7 @@ class Superseded:
     def stop(self) -> None: ...
 
 
-def test_a_start_that_is_fenced_leaves_what_deployments_run_to_the_other_one(monkeypatch):
+def test_a_start_that_is_fenced_leaves_the_roles_of_deployments_to_the_other_start(monkeypatch):
     deleted = []
     monkeypatch.setattr(placement.Secret, "delete", deleted.append)
     crew = crew_of("work_pools")
@@ -320,7 +329,7 @@ def test_an_evaluator_that_fails_ends_no_training_and_is_named_once(caplog, erro
     crew._members |= {"evaluator": FailedEvaluator(error), "trainer": Worker([])}
     assert not crew.has_ended("trainer")
     assert not crew.has_ended("trainer")
-    assert [one.message for one in caplog.records] == [f"no further evaluations during training: {error}"]
+    assert [record.message for record in caplog.records] == [f"no further evaluations during training: {error}"]
     crew.wait_until("something", lambda: True, seconds=1)
 
 
@@ -362,7 +371,7 @@ def test_the_evaluator_goes_on_alone_until_the_last_version_is_evaluated():
     assert members["evaluator"].is_told
 
 
-def test_a_role_is_known_before_it_is_started():
+def test_a_role_is_known_before_its_start():
     crew = crew_of("local")
 
     def submit(stop):

@@ -83,7 +83,7 @@ def follow(monkeypatch):
     ("state", "end"),
     [(Cancelling(), "Cancelled"), (Cancelled(), "Cancelled"), (Crashed(), "Crashed"), (None, "Cancelled")],
 )
-def test_a_role_ends_once_its_flow_run_is_over_on_the_server_and_leaves_it_so(follow, state, end):
+def test_a_role_ends_once_its_flow_run_is_over_on_the_server_and_keeps_the_state_of_that_flow_run(follow, state, end):
     ended = follow(state)
     assert ended is not None
     assert ended.name == end
@@ -101,7 +101,7 @@ def test_a_role_that_ends_by_itself_is_not_cancelled(follow, monkeypatch):
     assert follow(Completed()) is None
 
 
-def test_a_role_that_an_outage_of_the_store_has_ended_is_crashed_so_that_the_train_flow_replaces_it(
+def test_a_role_ended_by_an_outage_of_the_store_is_crashed_so_that_the_train_flow_replaces_the_role(
     follow, monkeypatch
 ):
     def fail(self, name):

@@ -68,7 +68,7 @@ def test_a_run_without_a_commit_or_a_token_is_ended(watch, clock):
         look(watch, clock, 2)
 
 
-def test_a_trainer_that_trains_steps_again_may_take_its_time_and_then_has_all_of_it(watch, clock):
+def test_a_trainer_that_trains_steps_again_may_take_its_time_and_then_has_the_whole_limit(watch, clock):
     for _ in range(20):
         trainer_turns(watch, clock.now)
         look(watch, clock, STEP_SECONDS)
@@ -77,7 +77,7 @@ def test_a_trainer_that_trains_steps_again_may_take_its_time_and_then_has_all_of
         look(watch, clock, 2)
 
 
-def test_a_trainer_that_hangs_as_it_trains_steps_again_is_noticed(watch, clock):
+def test_a_trainer_that_hangs_in_a_repeated_step_is_noticed(watch, clock):
     trainer_turns(watch, clock.now)
     look(watch, clock, 2)
     look(watch, clock, STALL_SECONDS - 1)
@@ -86,7 +86,7 @@ def test_a_trainer_that_hangs_as_it_trains_steps_again_is_noticed(watch, clock):
 
 
 @pytest.mark.parametrize("step_seconds", [-3600.0, 3600.0])
-def test_a_trainer_whose_clock_is_set_while_it_trains_steps_again_is_not_ended(watch, clock, step_seconds):
+def test_a_trainer_whose_clock_is_set_during_repeated_steps_is_not_ended(watch, clock, step_seconds):
     for number in range(20):
         trainer_turns(watch, 1e9 + (step_seconds if number > 10 else 0.0) + number)
         look(watch, clock, STEP_SECONDS)

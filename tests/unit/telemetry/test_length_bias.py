@@ -35,7 +35,7 @@ def test_the_bias_is_the_mean_length_of_trained_over_generated_tokens():
     assert length_bias({"generated": SHORT}) is None
 
 
-def test_metrics_of_a_step_are_over_what_was_booked_since_the_step_before():
+def test_metrics_of_a_step_are_over_the_lengths_booked_since_the_step_before():
     before = {"generated": SHORT, "trained": SHORT}
     metrics = {key: value for key, value in length_metrics(NOW, before).items() if value is not None}
     assert metrics == pytest.approx(
@@ -65,7 +65,7 @@ def test_the_report_has_every_class_and_the_line_is_short():
     assert length_line(length_report({})) == ""
 
 
-def test_a_commit_says_what_was_booked_and_waited_since_the_commit_before(store):
+def test_a_commit_has_the_lengths_and_waits_since_the_commit_before(store):
     write_run(store, Shape(steps=3))
     follower = RunFollower(store)
     follower.refresh()

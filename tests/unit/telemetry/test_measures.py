@@ -16,7 +16,7 @@ def test_the_confidence_interval_is_wilsons_for_shares_and_wider_than_nothing_at
     assert measures.confidence_interval(np.array([0.5])) != (0.5, 0.5)
 
 
-def test_means_of_several_samples_give_a_narrower_interval_and_other_values_the_normal_one():
+def test_means_of_several_samples_give_a_narrower_interval_and_other_values_the_normal_interval():
     few = measures.confidence_interval(np.array([0.0, 1.0] * 10))
     many = measures.confidence_interval(np.array([0.25, 0.75] * 10))
     assert many[1] - many[0] < few[1] - few[0]

@@ -67,7 +67,7 @@ def test_rewards_lengths_and_versions_are_over_rollouts():
     assert metrics["rollouts/error_fraction"] == pytest.approx(1 / 4)
 
 
-def test_each_component_of_the_reward_has_its_mean_over_the_rollouts_that_have_it():
+def test_each_component_of_the_reward_has_its_mean_over_the_rollouts_with_that_component():
     parts = [(RewardComponent("right", 1.0), RewardComponent("short", 0.5)), (RewardComponent("right", 0.0),), ()]
     rows = [replace(row, rollout=replace(row.rollout, reward_components=part))
             for row, part in zip(three_rows(), parts, strict=True)]  # fmt: skip
@@ -92,7 +92,7 @@ def test_every_metric_of_a_step_is_declared():
     assert LEARNED.items() <= metrics.items()
 
 
-def test_what_is_not_a_number_is_left_out():
+def test_values_that_are_not_numbers_are_left_out():
     assert "train/grad_norm" not in metrics_of(three_rows(), LEARNED | {"train/grad_norm": float("nan")})
 
 

@@ -1,13 +1,13 @@
 """The MLflow tracker against a real SQLite store (creating one takes seconds).
 
-Tests read back, and let fail, what the tracker writes through its own client: a second client takes seconds too.
+Tests read back what the tracker writes through the private client of the tracker, and let calls of that client fail:
+a second client takes seconds too.
 """
 
 import json
 import logging
 import socket
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -31,7 +31,7 @@ def uri(tmp_path_factory):
 
 
 def history(tracker, key):
-    return [(one.step, one.value) for one in tracker._client.get_metric_history(tracker.run_id, key)]
+    return [(point.step, point.value) for point in tracker._client.get_metric_history(tracker.run_id, key)]
 
 
 def run_of(tracker):
@@ -50,11 +50,11 @@ def test_metrics_parameters_and_tags_arrive_without_secrets(uri):
     assert run.data.tags[RUN_TAG] == "one"
     assert "hunter2" not in str(run.data)
     assert sorted(history(tracker, "reward/mean")) == [(1, 0.25), (2, 0.5)]
-    first = min(tracker._client.get_metric_history(tracker.run_id, "reward/mean"), key=lambda one: one.step)
+    first = min(tracker._client.get_metric_history(tracker.run_id, "reward/mean"), key=lambda point: point.step)
     assert first.timestamp == 1_750_000_000_500
 
 
-def test_a_resumed_run_is_the_same_run_and_says_which_step_it_has(uri):
+def test_a_resumed_run_is_the_same_run_and_has_its_last_logged_step(uri):
     tracker = MlflowTracker(uri, "e", "two", config={"a": 1})
     assert tracker.logged == NO_STEP
     for step in (1, 2):
@@ -80,7 +80,7 @@ def test_metrics_that_are_logged_again_with_the_same_time_are_stored_once(uri):
     assert len(history(tracker, "m7")) == 40
 
 
-def test_a_resume_connects_later_and_writes_what_was_logged_before(uri):
+def test_a_resume_connects_later_and_writes_the_metrics_logged_before(uri):
     first = MlflowTracker(uri, "e", "later")
     first.close()
     tracker = MlflowTracker(uri, "e", "later", run_id=first.run_id, is_required=False)
@@ -90,7 +90,7 @@ def test_a_resume_connects_later_and_writes_what_was_logged_before(uri):
     assert run_of(tracker).info.status == "FINISHED"
 
 
-def test_what_is_fed_at_the_end_is_written(uri):
+def test_metrics_that_are_fed_at_the_end_are_written(uri):
     tracker = MlflowTracker(uri, "e", "fed")
     left = [1, 2, 3]
 
@@ -184,14 +184,13 @@ def test_metrics_that_a_stopped_run_could_not_write_are_written_by_the_next_star
     assert sorted(history(resumed, "x")) == [(1, 1.0), (2, 2.0)]
 
 
-def test_a_server_that_is_not_there_is_a_configuration_error_at_once():
-    begun = time.monotonic()
+def test_a_server_that_is_not_there_is_a_configuration_error_without_the_wait_for_an_answer():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(ConfigError, match=r"tracking\.mlflow_uri=http://127\.0\.0\.1:\d+: MLflow cannot be reached"):
+    message = r"tracking\.mlflow_uri=http://127\.0\.0\.1:\d+: MLflow cannot be reached or used \(API request to "
+    with pytest.raises(ConfigError, match=message):  # after the limit of the wait it would be "no answer within"
         MlflowTracker(f"http://127.0.0.1:{port}", "e", "r")
-    assert time.monotonic() - begun < 20
 
 
 def test_a_server_that_never_answers_is_a_configuration_error_within_ten_seconds(monkeypatch):
@@ -200,18 +199,17 @@ def test_a_server_that_never_answers_is_a_configuration_error_within_ten_seconds
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        begun = time.monotonic()
-        with pytest.raises(ConfigError, match=r"set tracking\.mlflow_uri=none"):
+        with pytest.raises(ConfigError, match=r"no answer within 2 s.* set tracking\.mlflow_uri=none"):
             MlflowTracker(f"http://127.0.0.1:{silent.getsockname()[1]}", "e", "r")
-        assert time.monotonic() - begun < 10
 
 
 def test_closing_twice_leaves_no_thread(uri):
+    before = set(threading.enumerate())
     tracker = MlflowTracker(uri, "e", "twice")
     tracker.close()
     tracker.close("FAILED")
     assert run_of(tracker).info.status == "FINISHED"
-    assert tracker._writer not in threading.enumerate()
+    assert set(threading.enumerate()) <= before
 
 
 def test_the_default_is_a_database_under_a_local_root():
@@ -232,7 +230,7 @@ def test_the_default_for_a_remote_root_is_a_database_in_the_users_data_directory
     assert tracking_uri("", "s3://bucket/runs") == f"sqlite:///{tmp_path}/.local/share/pipelinerl/mlflow.db"
 
 
-def test_tables_are_shown_by_mlflow_and_a_newer_one_takes_the_place_of_an_older_one(uri, monkeypatch, tmp_path):
+def test_tables_are_shown_by_mlflow_and_a_newer_table_takes_the_place_of_an_older_table(uri, monkeypatch, tmp_path):
     monkeypatch.setattr(tracking, "_CLOSE_RETRY_SECONDS", 0.05)
     tracker = MlflowTracker(uri, "e", "table")
     come_back = be_away(tracker, monkeypatch, "log_batch", "log_artifact", "get_run")
@@ -261,10 +259,8 @@ def test_an_artifact_that_mlflow_does_not_take_is_given_up_soon(uri, monkeypatch
     be_away(tracker, monkeypatch, "log_artifact")
     tracker.log(1, {"x": 1.0})
     tracker.log_artifact("report.json", b"{}")
-    begun = time.monotonic()
     tracker.close()
-    assert time.monotonic() - begun < 20
-    assert "has refused the artifact report.json" in caplog.text
+    assert "has refused the artifact report.json 3 times" in caplog.text
     assert (run_of(tracker).info.status, history(tracker, "x")) == ("FINISHED", [(1, 1.0)])
 
 
@@ -274,8 +270,11 @@ def test_datasets_are_recorded_once(uri):
         tracker = MlflowTracker(uri, "e", "data", datasets=datasets)
         tracker.close()
     inputs = run_of(tracker).inputs.dataset_inputs
-    found = sorted((one.tags[0].value, one.dataset.name, one.dataset.digest) for one in inputs)
-    assert found == sorted((note.context, note.name, note.digest) for note in datasets)
+    recorded = sorted(
+        (dataset_input.tags[0].value, dataset_input.dataset.name, dataset_input.dataset.digest)
+        for dataset_input in inputs
+    )
+    assert recorded == sorted((note.context, note.name, note.digest) for note in datasets)
 
 
 def test_the_machine_is_asked_now_and_then_and_may_fail(uri, monkeypatch, caplog):

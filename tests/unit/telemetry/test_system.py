@@ -67,7 +67,7 @@ def test_gpus_are_read_from_nvidia_smi():
     assert parse_gpus("") == {}
 
 
-def test_a_host_without_nvidia_smi_or_with_a_broken_one_has_no_gpus(monkeypatch, tmp_path):
+def test_a_host_without_nvidia_smi_or_with_a_broken_nvidia_smi_has_no_gpus(monkeypatch, tmp_path):
     monkeypatch.setattr(system.shutil, "which", lambda name: None)
     assert gpu_reader()() == {}
     monkeypatch.setattr(system.shutil, "which", lambda name: "/bin/false")

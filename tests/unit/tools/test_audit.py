@@ -91,7 +91,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_wrong_is_named(store, fault):
+def test_each_fault_is_named(store, fault):
     break_it, message = FAULTS[fault]
     break_it(store)
     document = Audit(store, CONFIG).run().document
@@ -126,10 +126,10 @@ def test_damage_that_takes_nothing_away_is_named_and_the_run_closes(store, damag
     break_it(store)
     document = Audit(store, CONFIG).run().document
     assert (document["closes"], document["problems"]) == (True, [])
-    (found,) = document["damaged"]
-    assert re.search(message, found)
+    (damaged,) = document["damaged"]
+    assert re.search(message, damaged)
     assert lines(document)[-2:] == [
-        f"damaged, but no longer needed: {found}",
+        f"damaged, but no longer needed: {damaged}",
         "PASS: no rollout was lost or trained twice, the run closes",
     ]
 
@@ -173,7 +173,7 @@ def put_hub(store):
     ("trained", "masked", "failed", "closes"),
     [(48, 0, 0, True), (40, 8, 0, True), (40, 0, 8, True), (40, 0, 0, False), (56, 0, 0, False)],
 )
-def test_after_a_restart_of_the_hub_the_trained_groups_bound_what_its_ledger_says(
+def test_after_a_restart_of_the_hub_the_trained_groups_bound_the_tokens_of_its_ledger(
     store, trained, masked, failed, closes
 ):
     put_hub(store)

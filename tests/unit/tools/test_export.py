@@ -69,7 +69,7 @@ def test_transformers_loads_the_weights_of_the_version(run, tmp_path, version, v
 
 
 @pytest.mark.slow
-def test_what_cannot_be_exported_is_said_in_one_line(run, tmp_path):
+def test_a_version_that_cannot_be_exported_is_refused_in_one_line(run, tmp_path):
     with pytest.raises(ConfigError, match=r"--version 1: not durable \(the newest step is 2, weights.durable_every"):
         export(run, tmp_path / "out", "1")
     with pytest.raises(ConfigError, match="not an empty directory"):

@@ -118,7 +118,7 @@ def test_orphans_go_once_the_run_has_gone_past_them_and_everything_that_counts_s
     assert collect(store, LONGER, with_rollouts=False, dry_run=True)["orphans"] == sorted(beyond)
 
 
-def test_a_first_call_notes_what_a_later_call_removes_if_it_still_is_garbage(store):
+def test_a_first_call_notes_the_objects_that_a_later_call_removes_if_they_still_are_garbage(store):
     past, _ = put_orphans(store)
     before = everything(store)
     first = collect(store, LONGER, with_rollouts=False, dry_run=False)
@@ -142,14 +142,14 @@ def test_a_call_without_rollouts_keeps_the_noted_rollouts(store):
     assert collect(store, config, with_rollouts=True, dry_run=False)["rollouts"] == segments
 
 
-def test_nothing_is_removed_of_a_run_that_lists_fewer_commits_than_it_has(store):
+def test_nothing_is_removed_from_a_run_whose_listing_lacks_commits(store):
     put_orphans(store)
     before = everything(store)
-    one = store.get(commit_key(1, EPOCH))
+    commit_bytes = store.get(commit_key(1, EPOCH))
     store.delete([commit_key(1, EPOCH)])
     with pytest.raises(StoreUnavailable, match=r"commits/00000001\.\*: the store lists no commit of step 1"):
         collect(store, LONGER, with_rollouts=True, dry_run=False, now=True)
-    store.put(commit_key(1, EPOCH), one)
+    store.put(commit_key(1, EPOCH), commit_bytes)
     put_epoch(store, 4, parent=EPOCH, adopted_through=0)
     with pytest.raises(StoreError, match="commits of epoch 2 do not count, steps 1 to 4: epoch 4 adopted"):
         collect(store, LONGER, with_rollouts=True, dry_run=False, now=True)
@@ -164,7 +164,7 @@ def test_orphans_of_a_run_that_is_done_go(store):
     assert everything(store) == before
 
 
-def test_nothing_goes_of_the_steps_that_a_run_takes_while_it_is_looked_through(store):
+def test_nothing_is_removed_of_the_steps_that_a_run_takes_during_the_collection(store):
     put_epoch(store, 4, parent=EPOCH, adopted_through=STEPS)
     before = everything(store)
     busy = BusyStore(store, "commits", lambda: put_next_steps(store, 4, 5))
@@ -181,7 +181,7 @@ def put_hub(store):
 
 
 @pytest.mark.parametrize("starts", [lambda store: put_epoch(store, 4, parent=EPOCH, adopted_through=STEPS), put_hub])
-def test_a_run_that_starts_while_it_is_looked_through_is_left_alone(store, starts):
+def test_a_run_that_starts_during_the_collection_is_left_alone(store, starts):
     store.put(batch_key(2, 1, rank=0), b"x")
     before = everything(store)
     with pytest.raises(PipelineRLError, match=r"started during the collection|this run is live"):
@@ -290,7 +290,7 @@ def test_weights_beyond_the_kept_versions_go_and_the_audit_does_not_miss_them(is
     assert "00000037" in str(Audit(store, config).run().damaged)
 
 
-def test_a_version_that_was_published_again_displaces_another_one_without_damage():
+def test_a_version_that_was_published_again_displaces_another_version_without_damage():
     store, config = MemoryStore(), build_config({"weights": {"keep": 5}, "eval": {"num_prompts": 0}})
     put_epoch(store, EPOCH)
     put_versions(store, 40)

@@ -52,7 +52,7 @@ def test_several_hosts_become_two_ranks_and_two_actors_here():
     assert not small.rollouts.filter_zero_variance  # no group of a random model would be left
 
 
-def test_overrides_win_but_those_that_say_what_is_made_small():
+def test_overrides_win_but_those_of_the_parts_that_are_made_small():
     overrides = ["trainer.steps=5", "eval.num_prompts=4", "learner.lr=1e-3", "model.path=Qwen/Qwen3-8B"]
     overrides += ["prompts.template={question}", "engine.compile=always"]
     small = tools.tiny(load_config("gsm8k-0.5b-1gpu", overrides), overrides)
@@ -63,7 +63,7 @@ def test_overrides_win_but_those_that_say_what_is_made_small():
     assert small.prompts.path != "openai/gsm8k"
 
 
-def test_one_line_names_what_is_replaced():
+def test_one_line_names_the_replaced_keys():
     config = load_config("quickstart")
     line = tools.replaced(config, tools.tiny(config, ["trainer.steps=9"]))
     assert "\n" not in line

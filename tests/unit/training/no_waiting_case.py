@@ -34,10 +34,10 @@ class NoWaiting(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if packet in ASKING:
             raise AssertionError(f"{function} waits for the device")
-        if packet in INDEXING and any(one.dtype in (torch.bool, torch.uint8) for one in tensors[1:]):
+        if packet in INDEXING and any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors[1:]):
             raise AssertionError(f"{function} by a mask waits for the device")
         result = function(*args, **(kwargs or {}))
-        devices = {one.device for one in [*tensors, *tree_leaves(result)] if isinstance(one, torch.Tensor)}
+        devices = {value.device for value in [*tensors, *tree_leaves(result)] if isinstance(value, torch.Tensor)}
         if packet in COPYING and len(devices) > 1:
             raise AssertionError(f"{function} copies between {devices}")
         self.seen.append(packet)

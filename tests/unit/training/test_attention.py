@@ -50,14 +50,14 @@ def plain_varlen(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, win
     assert max_q == max_k == max(np.diff(bounds))
     assert query.ndim == 3
     assert key.shape == value.shape == (num_tokens, key.shape[1], query.shape[2])
-    assert all(one.stride(-1) == 1 for one in (query, key, value))  # the kernel reads whole heads
+    assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))  # the kernel reads whole heads
     assert enable_gqa == (query.shape[1] != key.shape[1])
     assert window_size[1] == 0
     parts = []
     for start, end in itertools.pairwise(bounds):
         ahead = torch.arange(end - start)[:, None] - torch.arange(end - start)
         seen = (ahead >= 0) & ((ahead <= window_size[0]) | (window_size[0] == -1))
-        heads = (one[start:end].transpose(0, 1)[None] for one in (query, key, value))
+        heads = (tensor[start:end].transpose(0, 1)[None] for tensor in (query, key, value))
         attended = torch.nn.functional.scaled_dot_product_attention(
             *heads, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
         )
@@ -79,10 +79,10 @@ def outcome(name, lengths, heads, **options):
     shapes = [(1, sum(lengths), num, 8) for num in (heads[0], heads[1], heads[1])]
     leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
     heads_of = [leaf.transpose(1, 2) for leaf in leaves]  # as a model has them
-    found, _ = ATTENTION_FUNCTIONS[name](torch.nn.Module(), *heads_of, None, layout=layout_of(lengths), **options)
-    assert found.shape == shapes[0]
-    weights = torch.randn(found.shape, generator=generator)
-    return [found.detach(), *torch.autograd.grad((found * weights).sum(), leaves)]
+    output, _ = ATTENTION_FUNCTIONS[name](torch.nn.Module(), *heads_of, None, layout=layout_of(lengths), **options)
+    assert output.shape == shapes[0]
+    weights = torch.randn(output.shape, generator=generator)
+    return [output.detach(), *torch.autograd.grad((output * weights).sum(), leaves)]
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -90,8 +90,8 @@ def outcome(name, lengths, heads, **options):
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("lengths", PACKS)
 def test_values_and_gradients_are_those_of_padded_attention(name, heads, lengths):
-    found = outcome(name, lengths, heads, scaling=0.3)
-    torch.testing.assert_close(found, outcome(PACKED_ATTENTION, lengths, heads, scaling=0.3), rtol=1e-4, atol=1e-5)
+    actual = outcome(name, lengths, heads, scaling=0.3)
+    torch.testing.assert_close(actual, outcome(PACKED_ATTENTION, lengths, heads, scaling=0.3), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -147,15 +147,15 @@ def pack():
 def test_a_model_computes_the_same_with_all_of_them(name):
     model, batch = tiny_model(), pack()
     states = []
-    for one in (PACKED_ATTENTION, name):
-        model.set_attn_implementation(one)
+    for implementation in (PACKED_ATTENTION, name):
+        model.set_attn_implementation(implementation)
         states.append(hidden_states(model, batch))
     gradients = [torch.autograd.grad(state.square().sum(), list(model.parameters())) for state in states]
     torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
 
 
-def test_torchs_own_flash_attention_takes_what_it_is_given_and_waits_for_nothing():
+def test_torchs_own_flash_attention_takes_packs_and_waits_for_nothing():
     # Its meta kernels: shapes and types, forward and backward.
     model = tiny_model(hidden_size=64).to("meta", torch.bfloat16)
     model.set_attn_implementation(VARLEN_ATTENTION)
@@ -164,8 +164,8 @@ def test_torchs_own_flash_attention_takes_what_it_is_given_and_waits_for_nothing
     with NoWaiting() as mode:
         gradients = learner._backward(batch).gradients
     assert torch.ops.torch_attn._varlen_attn_backward in mode.seen
-    shapes = [one.shape for one in model.parameters()]
-    assert [one.shape for one in gradients] == shapes
+    shapes = [tensor.shape for tensor in model.parameters()]
+    assert [tensor.shape for tensor in gradients] == shapes
 
 
 def heads_on(device, dtype=torch.bfloat16):
@@ -187,7 +187,7 @@ def heads_on(device, dtype=torch.bfloat16):
 )
 def test_a_gpu_takes_the_best_that_works_there(monkeypatch, caplog, kind, dtype, broken, expected):
     monkeypatch.setattr(attention_choice, "has_triton", lambda: True)
-    monkeypatch.setattr(attention_choice, "trial", lambda one, _: "it is broken" if one in broken else None)
+    monkeypatch.setattr(attention_choice, "trial", lambda tried, _: "it is broken" if tried in broken else None)
     with caplog.at_level(logging.WARNING):
         assert choose_attention(kind, heads_on(GPU, dtype)) == expected
     assert len(caplog.records) == len(broken)
@@ -202,7 +202,7 @@ def test_a_gpu_takes_the_best_that_works_there(monkeypatch, caplog, kind, dtype,
         ("flex", heads_on(GPU), "Triton is missing"),
     ],
 )
-def test_what_does_not_work_is_refused_in_one_line(monkeypatch, kind, heads, says):
+def test_an_attention_that_does_not_work_is_refused_in_one_line(monkeypatch, kind, heads, says):
     monkeypatch.setattr(attention_choice, "has_triton", lambda: False)
     with pytest.raises(
         ConfigError, match=f"learner.attention={kind}: .*{says}.* Set learner.attention=auto"
@@ -223,7 +223,7 @@ def test_without_a_kernel_or_a_compiler_auto_is_padded_and_says_nothing(monkeypa
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("kind", ["varlen", "flex"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_trial_finds_what_computes_something_else(monkeypatch, kind, dtype):
+def test_the_trial_finds_wrong_and_failing_attention(monkeypatch, kind, dtype):
     heads = heads_on(torch.device("cpu"), dtype)
     assert attention_choice.trial(kind, heads) is None
     name = {"varlen": VARLEN_ATTENTION, "flex": FLEX_ATTENTION}[kind]
@@ -247,10 +247,10 @@ def test_a_model_in_bfloat16_on_a_cpu_attends_in_float32_unless_told_otherwise()
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, num, 12, 8, generator=generator).bfloat16() for num in (4, 2, 2)]
     layout = layout_of((9, 3))
-    found, _ = ATTENTION_FUNCTIONS[FLOAT32_ATTENTION](torch.nn.Module(), *inputs, None, layout=layout)
+    output, _ = ATTENTION_FUNCTIONS[FLOAT32_ATTENTION](torch.nn.Module(), *inputs, None, layout=layout)
     exact = [tensor.float() for tensor in inputs]
     expected, _ = ATTENTION_FUNCTIONS[PACKED_ATTENTION](torch.nn.Module(), *exact, None, layout=layout)
-    assert torch.equal(found, expected.bfloat16())
+    assert torch.equal(output, expected.bfloat16())
 
 
 def test_a_model_on_a_cpu_is_padded_and_refuses_the_others():
@@ -290,8 +290,8 @@ def test_runs_from_before_the_setting_were_padded_and_train_again_to_the_last_bi
     assert "attention" not in config.arithmetic
     assert resume_config(config, ["learner.attention=padded"]).arithmetic == config.arithmetic
     on_gpu = ["model.device=cuda", "engine.kind=vllm", "model.dtype=bfloat16"]
-    found = [
+    chosen = [
         load_config("quickstart", [*on_gpu, f"learner.attention={kind}"]).arithmetic.get("attention")
         for kind in ("auto", "varlen", "flex", "padded")
     ]
-    assert found == ["auto", "varlen", "flex", None]
+    assert chosen == ["auto", "varlen", "flex", None]

@@ -75,13 +75,13 @@ def test_over_all_tokens_the_gradient_is_that_of_the_reverse_kl_divergence(kind,
         batch, PolicyOutput(logprobs_V, torch.zeros(6), None), section, version=0,
         teacher=lambda batch: (teacher_logprobs_V,),
     )  # fmt: skip
-    [found] = torch.autograd.grad(sums.loss, logits_V, retain_graph=True)
+    [gradient] = torch.autograd.grad(sums.loss, logits_V, retain_graph=True)
     divergence = (logprobs_V.exp() * (logprobs_V - teacher_logprobs_V)).sum()
     [wanted] = torch.autograd.grad(divergence, logits_V)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_a_student_that_equals_its_teacher_does_not_move_and_another_one_approaches():
+def test_a_student_that_equals_its_teacher_does_not_move_and_another_student_approaches():
     run_config = config(loss=loss(reward_coefficient=0.0), lr=2e-3)
     rows = rows_of(run_config)
     equal = learner_of(tiny_model(), run_config, teacher=prepare_model(tiny_model()).requires_grad_(False))

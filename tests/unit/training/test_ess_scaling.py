@@ -88,20 +88,20 @@ def test_a_step_moves_the_weights_by_the_scaled_rate():
 def test_steps_after_a_checkpoint_have_the_same_bits():
     first = started(ess_scaling=True)
     data = [rows_of(config(), seed=seed) for seed in (4, 5, 6, 2)]  # the first has the largest ess
-    found = [first.step(rows) for rows in data[:2]]
+    all_metrics = [first.step(rows) for rows in data[:2]]
     state = first.state()
     names = {"ess_reference": "importance/ess_sequence", "ess_tokens": "importance/sequence_tokens"}
-    assert state[1] == {"version": 2, **{key: found[0][name] for key, name in names.items()}}
-    found += [first.step(rows) for rows in data[2:]]
-    factors = [metrics["control/lr_factor"] for metrics in found]
+    assert state[1] == {"version": 2, **{key: all_metrics[0][name] for key, name in names.items()}}
+    all_metrics += [first.step(rows) for rows in data[2:]]
+    factors = [metrics["control/lr_factor"] for metrics in all_metrics]
     assert factors[0] == 1.0
     assert min(factors) < 0.95
     again = started(ess_scaling=True)
     again.load_state(*state)
     repeated = [again.step(rows) for rows in data[2:]]
-    for one, other in zip(found[2:], repeated, strict=True):
+    for first_metrics, other in zip(all_metrics[2:], repeated, strict=True):
         for name in ("train/loss", "train/learning_rate", "control/lr_factor"):
-            assert one[name] == other[name]
+            assert first_metrics[name] == other[name]
     for name, tensor in first.weights().items():
         assert torch.equal(tensor, again.weights()[name])
 

@@ -47,10 +47,10 @@ def grads_after_step(rows, run_config, model=None):
     return grads(learner), stats
 
 
-def assert_close(found, wanted, tolerance=2e-7):
-    assert found.keys() == wanted.keys()
+def assert_close(actual, wanted, tolerance=2e-7):
+    assert actual.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-4, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_packed_hidden_states_equal_one_forward_per_sequence():
@@ -58,10 +58,10 @@ def test_packed_hidden_states_equal_one_forward_per_sequence():
     rows = rows_of(config())
     for batch in PackBatcher(40).rows(rows):
         logits = hidden_states(packed, batch) @ head_weight(packed).T / TEMPERATURE
-        found = torch.log_softmax(logits, -1).gather(1, batch.target_ids_N[:, None])[:, 0]
+        logprobs = torch.log_softmax(logits, -1).gather(1, batch.target_ids_N[:, None])[:, 0]
         for sequence, row in enumerate(batch.row_S.tolist()):
             wanted, _ = plain_logprobs(plain, rows[row].rollout)
-            torch.testing.assert_close(found[batch.sequence_N == sequence], wanted, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(logprobs[batch.sequence_N == sequence], wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -74,9 +74,9 @@ def test_the_gradient_of_a_step_equals_that_of_plain_pytorch(tied, pack_tokens):
     loss.backward()
     wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
 
-    found, stats = grads_after_step(rows, run_config, tiny_model(tie_word_embeddings=tied))
+    actual, stats = grads_after_step(rows, run_config, tiny_model(tie_word_embeddings=tied))
 
-    assert_close(found, wanted)
+    assert_close(actual, wanted)
     assert stats["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
     norm = torch.sqrt(sum((grad**2).sum() for grad in wanted.values()))
     assert stats["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
@@ -166,10 +166,10 @@ def test_cutting_the_step_into_more_packs_changes_no_gradient(pack_tokens, kind)
     loss = wide_loss(kind)
     rows = rows_of(config(loss=loss))
     wanted, whole = grads_after_step(rows, config(loss=loss))
-    found, cut = grads_after_step(rows, config(pack_tokens, loss))
+    actual, cut = grads_after_step(rows, config(pack_tokens, loss))
     assert max(tensor.abs().max() for tensor in wanted.values()) > 1e-4
     assert cut["train/num_packs"] > whole["train/num_packs"] == 1
-    assert_close(found, wanted)
+    assert_close(actual, wanted)
     assert cut["importance/ess"] == pytest.approx(whole["importance/ess"])
     assert cut["importance/ess_sequence"] == pytest.approx(whole["importance/ess_sequence"])
 
@@ -181,14 +181,14 @@ def test_a_policy_is_drawn_to_its_reference_and_starts_at_no_distance():
     learner = learner_of(model, run_config, reference=reference)
     free = learner_of(tiny_model(), config(lr=1e-3, warmup_steps=0))
     rows = rows_of(run_config)
-    found = [learner.step(rows)["policy/kl_ref"] for _ in range(8)]
-    assert found[0] == 0.0
+    distances = [learner.step(rows)["policy/kl_ref"] for _ in range(8)]
+    assert distances[0] == 0.0
     assert all(tensor.grad is None for tensor in reference.parameters())
     for _ in range(8):
         assert "policy/kl_ref" not in free.step(rows)
-    logprobs = [one.logprobs_of([row.rollout for row in rows]) for one in (learner, free)]
+    logprobs = [candidate.logprobs_of([row.rollout for row in rows]) for candidate in (learner, free)]
     start = learner_of(tiny_model(), run_config).logprobs_of([row.rollout for row in rows])
-    moved = [max(np.abs(a - b).max() for a, b in zip(one, start, strict=True)) for one in logprobs]
+    moved = [max(np.abs(a - b).max() for a, b in zip(final, start, strict=True)) for final in logprobs]
     assert moved[0] < moved[1] / 2
 
 
@@ -203,8 +203,8 @@ def test_the_order_of_rows_changes_no_gradient(kind):
     loss = wide_loss(kind)
     rows = rows_of(config(loss=loss))
     wanted, _ = grads_after_step(rows, config(40, loss))
-    found, _ = grads_after_step([*rows[5:], *reversed(rows[:5])], config(40, loss))
-    assert_close(found, wanted)
+    actual, _ = grads_after_step([*rows[5:], *reversed(rows[:5])], config(40, loss))
+    assert_close(actual, wanted)
 
 
 def test_rows_with_nothing_live_change_no_gradient():
@@ -214,8 +214,8 @@ def test_rows_with_nothing_live_change_no_gradient():
         for row in rows_of(config(), seed=9)
     ]
     wanted, _ = grads_after_step(rows, config(40))
-    found, stats = grads_after_step([*extra, *rows], config(40))
-    assert_close(found, wanted)
+    actual, stats = grads_after_step([*extra, *rows], config(40))
+    assert_close(actual, wanted)
     assert stats["train/trained_tokens"] == sum(row.rollout.num_tokens for row in rows)
 
 
@@ -229,8 +229,8 @@ def test_garbage_recorded_for_unsampled_tokens_reaches_nothing():
         return rows
 
     wanted, clean = grads_after_step(masked(0.0), config())
-    found, dirty = grads_after_step(masked(np.nan), config())
-    assert_close(found, wanted, tolerance=0.0)
+    actual, dirty = grads_after_step(masked(np.nan), config())
+    assert_close(actual, wanted, tolerance=0.0)
     assert {**clean, "time/compute_seconds": 0} == {**dirty, "time/compute_seconds": 0}
 
 
@@ -281,8 +281,8 @@ def test_logprobs_of_keeps_the_order_of_rollouts_and_takes_every_token():
     rollouts = [row.rollout for row in rows_of(config())]
     rollouts.insert(1, replace(rollouts[0], completion_token_ids=np.zeros(0, np.int32), weight_spans=()))
     plain = tiny_model()
-    found = learner.logprobs_of(rollouts)
-    for rollout, logprobs in zip(rollouts, found, strict=True):
+    all_logprobs = learner.logprobs_of(rollouts)
+    for rollout, logprobs in zip(rollouts, all_logprobs, strict=True):
         wanted = plain_logprobs(plain, rollout)[0].detach().numpy() if rollout.num_tokens else np.zeros(0)
         np.testing.assert_allclose(logprobs, wanted, atol=1e-5)
 
@@ -314,8 +314,8 @@ def test_a_resumed_run_continues_bit_for_bit(store, dtype):
     assert torch.equal(torch.rand(1), drawn)
     again = [successor.step(rows_of(run_config, step, seed=step)) for step in (3, 4)]
 
-    for one, other in zip(expected, again, strict=True):
-        assert {**one, "time/compute_seconds": 0} == {**other, "time/compute_seconds": 0}
+    for metrics, other in zip(expected, again, strict=True):
+        assert {**metrics, "time/compute_seconds": 0} == {**other, "time/compute_seconds": 0}
     for name, tensor in learner.weights().items():
         assert torch.equal(tensor, successor.weights()[name]), name
 
@@ -438,9 +438,9 @@ def test_packs_computed_at_once_give_the_same_bits():
     alone, together = (learner_of(tiny_model(), run_config, threads=threads) for threads in (1, 3))
     for step in (1, 2):
         rows = rows_of(run_config, num_groups=5, seed=step)
-        one, other = alone.step(rows), together.step(rows)
-        assert one["train/num_packs"] > 3
-        assert {**one, "time/compute_seconds": 0} == {**other, "time/compute_seconds": 0}
+        metrics, other = alone.step(rows), together.step(rows)
+        assert metrics["train/num_packs"] > 3
+        assert {**metrics, "time/compute_seconds": 0} == {**other, "time/compute_seconds": 0}
     for name, tensor in alone.weights().items():
         assert torch.equal(tensor, together.weights()[name]), name
 

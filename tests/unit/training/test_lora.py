@@ -132,7 +132,7 @@ def test_the_trainer_scores_as_an_engine_with_the_merged_weights():
     plain.load_state_dict(learner.weights(), strict=False)
     rollouts = [row.rollout for row in rows]
     scored = zip(learner.logprobs_of(rollouts), learner_with(plain, config(40)).logprobs_of(rollouts), strict=True)
-    assert max(abs(one - other).max() for one, other in scored) < 1e-4
+    assert max(abs(first - other).max() for first, other in scored) < 1e-4
 
 
 def test_steps_change_adapters_alone():

@@ -30,7 +30,7 @@ from tests.unit.training.no_waiting_case import NoWaiting, aten, packs_of
         lambda numbers: numbers.to("meta"),
     ],
 )
-def test_the_watch_sees_what_waits(waits):
+def test_the_watch_sees_operations_that_wait(waits):
     with pytest.raises(AssertionError, match=r"waits for the device|copies between"), NoWaiting():
         waits(torch.ones(3))
 
@@ -41,9 +41,9 @@ def learner_on(device, kind="reinforce", *, everything=True, **model):
     loss = {"kind": kind, **(extras if everything else {})}
     config = build_config({"loss": loss, "trainer": {"pack_tokens": 64}, "schedule": {"max_lag": 2}})
     policies = [tiny_model(seed=seed, **model) for seed in (0, 1)]
-    for one in policies:
-        one.set_attn_implementation(PACKED_ATTENTION)
-        one.to(device)
+    for policy in policies:
+        policy.set_attn_implementation(PACKED_ATTENTION)
+        policy.to(device)
     reference = policies[1].requires_grad_(False) if everything else None
     return TorchLearner(policies[0], config, batcher=PackBatcher(64), reference=reference), config
 
@@ -91,7 +91,7 @@ def test_a_step_asks_once():
         patch.setattr(torch.Tensor, "tolist", lambda tensor: asked.append(tuple(tensor.shape)) or tolist(tensor))
         learner.step_packs(packs)
     # All figures and the gradient's norm at once. Vectors of 3 are made of the answer, on the host (total_ess).
-    assert [one for one in asked if one != (3,)] == [(1, 356)]
+    assert [sizes for sizes in asked if sizes != (3,)] == [(1, 356)]
 
 
 class Recorded:

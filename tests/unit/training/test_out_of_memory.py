@@ -46,7 +46,7 @@ def explained(overrides=(), packs=(100, 300), **options):
     return str(raised.value)
 
 
-def test_the_line_has_the_figures_of_the_gpu_and_what_to_set():
+def test_the_line_has_the_figures_of_the_gpu_and_the_keys_to_set():
     text = explained()
     assert text.startswith(
         f"trainer: step 1, with packs of up to 300 tokens: {FIGURES} Process 7 has 30.00 GiB memory"

@@ -16,11 +16,11 @@ PACKING = {"time/compute_seconds", "train/num_packs", "train/pack_fill"}
 
 def mixed_rows(run_config, equal=(0, 2)):
     """Four groups; the rewards of the groups in `equal` are all 1."""
-    found = groups(num_groups=4)
+    made_groups = groups(num_groups=4)
     for number in equal:
-        for rollout in found[number]:
+        for rollout in made_groups[number]:
             object.__setattr__(rollout, "reward", 1.0)
-    return assemble_rows(1, found, run_config).rows
+    return assemble_rows(1, made_groups, run_config).rows
 
 
 def step(run_config, rows, *, skips):

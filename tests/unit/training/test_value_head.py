@@ -44,7 +44,7 @@ def test_rows_carry_rewards_and_the_learner_takes_the_values_from_them():
     torch.testing.assert_close(values.grad.double(), (0.5 * weights * (values - rewards)).detach(), check_dtype=False)
 
 
-def test_what_stands_on_a_masked_token_reaches_nothing():
+def test_the_value_of_a_masked_token_reaches_no_loss_and_no_gradient():
     run_config = config(loss=VALUE)
     (batch,) = PackBatcher(2048).rows(rows_of(run_config))
     batch = replace(batch, trained_M=batch.trained_M[1:])
@@ -107,15 +107,15 @@ def test_values_are_learned_and_engines_never_see_them(loss):
 
 
 def test_cutting_a_step_into_packs_changes_no_gradient():
-    found = []
+    gradients = []
     for pack_tokens in (2048, 24):
         run_config = config(pack_tokens, loss=VALUE)
         learner = learner_of(tiny_model(), run_config)
         learner.step(rows_of(run_config))
-        found.append({name: parameter.grad.clone() for name, parameter in learner._policy.trained().items()})
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=2e-7)
-    assert found[0]["value_head.weight"].abs().max() > 0
+        gradients.append({name: parameter.grad.clone() for name, parameter in learner._policy.trained().items()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=2e-7)
+    assert gradients[0]["value_head.weight"].abs().max() > 0
 
 
 def test_a_coefficient_that_nothing_reads_is_refused():

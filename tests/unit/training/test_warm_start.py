@@ -117,7 +117,7 @@ def test_building_leaves_the_callers_generator_and_threads_alone(tmp_path):
     assert torch.get_num_threads() == threads
 
 
-def test_the_command_says_what_is_wrong_with_status_2(tmp_path, capsys):
+def test_the_command_names_the_mistake_and_ends_with_status_2(tmp_path, capsys):
     assert main(["--model", str(tmp_path / "none")]) == 2
     output = capsys.readouterr()
     assert output.out == ""

@@ -49,7 +49,7 @@ def config_of(model, *overrides, content="adapters"):
 def learner_of(config):
     """As after some steps: B is 0 at first, which would hide A."""
     learner = build_alone(config)
-    torch.manual_seed(7)
+    torch.manual_seed(7)  # the model is private: a step would change A too
     with torch.no_grad():
         for name, parameter in trained_parameters(learner._model).items():
             if ".lora_B." in name:
@@ -65,7 +65,9 @@ def publish(store, weights, *, use_shm=False, version=3, durable=True):
 @pytest.mark.parametrize("use_shm", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("targets", ["[]", '["q_proj","down_proj"]'])
-def test_merged_by_the_receiver_is_what_the_trainer_would_have_published(store, model, dtype, targets, use_shm):
+def test_the_receiver_merges_to_the_weights_that_the_trainer_would_have_published(
+    store, model, dtype, targets, use_shm
+):
     changes = (f"model.dtype={dtype}", f"learner.lora_targets={targets}")
     config = config_of(model, *changes)
     adapters, merged = (
@@ -94,13 +96,13 @@ def test_the_bits_do_not_depend_on_threads_or_on_where_the_factors_are():
     base, a, b = torch.randn(96, 80), torch.randn(8, 80), torch.randn(96, 8)
     shifted = torch.zeros(a.numel() + 1)[1:].view_as(a).copy_(a)
     threads = torch.get_num_threads()
-    found = [merge(base, a, b, 2.0), merge(base, shifted, b, 2.0)]
+    merged = [merge(base, a, b, 2.0), merge(base, shifted, b, 2.0)]
     try:
         torch.set_num_threads(2)
-        found.append(merge(base, a, b, 2.0))
+        merged.append(merge(base, a, b, 2.0))
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(one, found[0]) for one in found)
+    assert all(torch.equal(weights, merged[0]) for weights in merged)
 
 
 def test_the_note_travels_in_the_file_and_counts_for_its_checksum():
@@ -141,9 +143,9 @@ async def test_adapters_of_another_model_are_refused_by_name_and_counted(store, 
     tiny_model("qwen2", 1).save_pretrained(other)
     manifest = publish(store, learner_of(config_of(model)).weights())
     subscriber = WeightSubscriber(store, BaseWeights(other))
-    found, wanted = BaseWeights(other).sha256[:12], BaseWeights(model).sha256[:12]
+    digest, wanted = BaseWeights(other).sha256[:12], BaseWeights(model).sha256[:12]
     says = (
-        f"weights of version 3: adapters of a base model with sha256 {wanted}, but the model in {other} has {found}"
+        f"weights of version 3: adapters of a base model with sha256 {wanted}, but the model in {other} has {digest}"
     )
     if is_read_by == "subscriber":
         with pytest.raises(ChecksumMismatch, match=says):
@@ -151,16 +153,17 @@ async def test_adapters_of_another_model_are_refused_by_name_and_counted(store, 
         return
     caplog.set_level(logging.WARNING)
     engine = Engine(0)
-    one = actor(Link(), engine)
-    one._subscriber, one._newest = subscriber, manifest
-    loop = asyncio.create_task(one._swap_loop())
-    one._newer.set()
-    await until(lambda: one._unreadable == 3, "three refusals")
+    tested_actor = actor(Link(), engine)
+    # The loop of swaps runs alone: the test sets the private attributes that other loops of the actor set otherwise.
+    tested_actor._subscriber, tested_actor._newest = subscriber, manifest
+    loop = asyncio.create_task(tested_actor._swap_loop())
+    tested_actor._newer.set()
+    await until(lambda: tested_actor._unreadable == 3, "three refusals")
     for _ in range(3):
-        one._newer.set()
+        tested_actor._newer.set()
         await turns(40)
     loop.cancel()
-    assert (engine.num_swaps, one._unreadable) == (0, 3)
+    assert (engine.num_swaps, tested_actor._unreadable) == (0, 3)
     (line,) = caplog.messages  # once, not with every sync
     assert says in line
     assert "\n" not in line
@@ -227,7 +230,7 @@ def commit_with(manifest, step=0):
     return commit_record(step, manifest=manifest, checkpoint=CheckpointRef(step=0, epoch=1))
 
 
-def test_the_committer_names_the_file_for_what_it_holds(store, model):
+def test_the_committer_names_the_file_of_adapters_by_its_content(store, model):
     config = config_of(model, "weights.transport=object_store")
     epoch = put_epoch(store, 1)
     committer = Committer(store, config, run_id="run", epoch=epoch, link=None)

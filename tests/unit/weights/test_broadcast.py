@@ -101,8 +101,8 @@ def formed(broadcaster, store, actors, num_versions=1):
     return members
 
 
-def assert_equal(found, expected=WEIGHTS):
-    torch.testing.assert_close(found, dict(expected), rtol=0, atol=0)
+def assert_equal(actual, expected=WEIGHTS):
+    torch.testing.assert_close(actual, dict(expected), rtol=0, atol=0)
 
 
 def test_every_worker_of_every_actor_receives_every_version(make, store):
@@ -260,15 +260,15 @@ def test_a_group_is_an_object_of_the_run(make, store):
     assert read_group(store, broadcaster.number).layout == layout_of(WEIGHTS)
 
 
-def test_a_group_that_is_lost_while_it_is_asked_for_has_a_number_or_none(make, store):
+def test_a_group_that_is_lost_during_the_query_has_its_number_or_zero(make, store):
     class Losing(WeightBroadcaster):
         """The thread that connects drops the group right after the first read of the attribute."""
 
         def __getattribute__(self, name):
-            found = super().__getattribute__(name)
-            if name == "_group" and found is not None:
+            value = super().__getattribute__(name)
+            if name == "_group" and value is not None:
                 self._group = None
-            return found
+            return value
 
     broadcaster = make()
     broadcaster.ensure_group({"a": 0}, WEIGHTS)
@@ -277,7 +277,7 @@ def test_a_group_that_is_lost_while_it_is_asked_for_has_a_number_or_none(make, s
     assert broadcaster.number in (number, 0)
 
 
-def test_a_group_that_never_met_does_not_take_the_next_one_with_it(make, store, monkeypatch):
+def test_a_group_that_never_met_does_not_end_the_next_group(make, store, monkeypatch):
     class Alone:
         """No receiver joins; `connect` fails once the test allows it."""
 
@@ -299,11 +299,11 @@ def test_a_group_that_never_met_does_not_take_the_next_one_with_it(make, store, 
         has_looked, may_go_on = threading.Event(), threading.Event()
 
         def __getattribute__(self, name):
-            found = super().__getattribute__(name)
+            value = super().__getattribute__(name)
             if name == "_group" and threading.current_thread().name == "broadcast-connect":
                 Slow.has_looked.set()
                 assert Slow.may_go_on.wait(60)
-            return found
+            return value
 
     monkeypatch.setattr("pipelinerl_core.weights.broadcast.GlooSender", Alone)
     monkeypatch.setattr("pipelinerl_core.weights.broadcast._THREAD_END_SECONDS", 0.0)

@@ -28,7 +28,7 @@ def test_equal_weights_give_equal_bytes_whatever_their_order():
     assert serialize(WEIGHTS) == serialize(dict(reversed(WEIGHTS.items())))
 
 
-def test_shared_memory_gives_back_what_was_published(store, shm):
+def test_shared_memory_gives_back_the_published_weights(store, shm):
     manifest = publisher(store).publish(7, WEIGHTS, durable=False)
     assert manifest.key is None
     assert manifest.version == 7
@@ -95,7 +95,7 @@ def test_a_version_that_is_nowhere_is_a_missing_object(store, shm):
         WeightSubscriber(store).fetch(manifest)
 
 
-def test_one_flipped_bit_is_found_before_the_engine_sees_it(store, shm):
+def test_one_flipped_bit_is_found_before_the_engine_gets_the_weights(store, shm):
     manifest = publisher(store).publish(7, WEIGHTS, durable=False)
     path = Path(manifest.shm) / "model.safetensors"
     data = bytearray(path.read_bytes())
@@ -108,7 +108,7 @@ def test_one_flipped_bit_is_found_before_the_engine_sees_it(store, shm):
         WeightSubscriber(store).fetch(manifest)
 
 
-def test_a_damaged_copy_in_shared_memory_is_passed_over_for_the_durable_one(store, shm):
+def test_a_damaged_copy_in_shared_memory_is_passed_over_for_the_durable_copy(store, shm):
     manifest = publisher(store).publish(7, WEIGHTS, durable=True)
     (Path(manifest.shm) / "model.safetensors").write_bytes(b"another run's weights")
     torch.testing.assert_close(dict(WeightSubscriber(store).fetch(manifest).tensors), WEIGHTS, rtol=0, atol=0)
@@ -167,8 +167,10 @@ def test_versions_of_earlier_starts_go_as_they_would_have(shm):
     second = publisher(store, epoch=5)
     manifest = second.publish(13, WEIGHTS, durable=False)
     assert kept() == ["00000012.3", "00000013.3", "00000013.5", "00000014.3"]
-    for found in (newest, manifest):  # an actor may have either
-        torch.testing.assert_close(dict(WeightSubscriber(store).fetch(found).tensors), WEIGHTS, rtol=0, atol=0)
+    for known_manifest in (newest, manifest):  # an actor may have either
+        torch.testing.assert_close(
+            dict(WeightSubscriber(store).fetch(known_manifest).tensors), WEIGHTS, rtol=0, atol=0
+        )
     for version in range(14, 17):
         second.publish(version, WEIGHTS, durable=False)
     assert kept() == ["00000013.5", "00000014.5", "00000015.5", "00000016.5"]

@@ -1,4 +1,7 @@
-"""What only the embedded engine promises: untouched KV bytes, exact determinism, streaming, loading."""
+"""What only the embedded engine promises: untouched KV bytes, exact determinism, streaming, loading.
+
+Tests read the private decoder, table and slots: no public call shows KV bytes, slots and the type of the head.
+"""
 
 import asyncio
 from functools import partial
@@ -110,7 +113,7 @@ def test_deterministic_results_do_not_depend_on_slot_company_or_interruption_bit
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
-def test_long_sequences_move_into_free_low_slots_and_draw_what_they_would_have_drawn(family):
+def test_long_sequences_move_into_free_low_slots_and_draw_the_same_tokens(family):
     """Slots 0 .. 5 end after 4 to 9 tokens; 6 and 7 go on to 40 and 50, with other prompts, in other slots."""
     longs = [
         ask("l0", prompt=range(1, 12), max_tokens=40, seed=7, temperature=0.7),

@@ -59,7 +59,7 @@ def test_the_log_probability_is_that_of_the_tempered_distribution():
     np.testing.assert_allclose(logprobs, np.log(4 / 21), rtol=1e-5)
 
 
-def test_top_p_keeps_the_fewest_tokens_that_reach_it_and_renormalises():
+def test_top_p_keeps_the_fewest_tokens_that_reach_top_p_and_renormalises():
     logits = [np.log([0.15, 0.5, 0.3, 0.05]).astype(np.float32).tolist()] * 2
     token_ids, logprobs = draw(logits, top_p=[0.6, 1.0], uniform=0.99)
     assert token_ids == [2, 3]
@@ -75,7 +75,7 @@ def test_a_token_of_probability_zero_is_never_drawn():
         assert draw(logits, uniform=uniform)[0] == [1]
 
 
-def test_the_tail_of_a_large_vocabulary_is_drawn_as_often_as_it_should():
+def test_the_tail_of_a_large_vocabulary_is_drawn_with_the_right_frequency():
     # 200,000 equal tokens: a float32 running sum would be off by many tokens at the end.
     size = 200_000
     for uniform in (0.25, 0.999995):

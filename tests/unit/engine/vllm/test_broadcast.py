@@ -159,7 +159,7 @@ async def disband(engine, publisher, others):
         assert not other.is_alive()
 
 
-async def test_an_engine_that_missed_a_broadcast_does_not_apply_it_as_the_next_version(publisher, store):
+async def test_an_engine_that_missed_a_broadcast_does_not_apply_the_missed_version_as_the_next(publisher, store):
     core = Core()
     engine = make_engine(core)
     await engine.open()
@@ -236,7 +236,7 @@ async def test_each_group_is_counted_from_its_first_broadcast_on():
 
 
 @pytest.mark.parametrize("index", [0, 1, 3], ids=["of an older trainer", "received already", "one is missed"])
-async def test_a_broadcast_whose_turn_it_is_not_ends_the_membership_and_nothing_else(index):
+async def test_a_broadcast_out_of_turn_ends_the_membership_and_nothing_else(index):
     core = LonelyCore()
     engine = make_engine(core)
     await engine.open()
@@ -266,7 +266,7 @@ class BusyCore(LonelyCore):
         yield CoreOutput([1], [0.0], FinishReason.LENGTH, (WeightSpan(0, 0, 1),))
 
 
-async def test_a_group_that_is_joined_while_a_swap_drains_gives_nothing_to_a_version_of_the_one_before():
+async def test_a_group_that_is_joined_while_a_swap_drains_serves_no_version_of_the_group_before():
     core = BusyCore()
     engine = make_engine(core, kv="drain")
     await engine.open()

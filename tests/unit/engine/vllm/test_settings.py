@@ -24,18 +24,27 @@ def settings(*overrides):
 
 
 def test_on_a_cpu_the_cache_is_small_and_nothing_is_compiled():
-    found = settings()
-    assert (found.kv_bytes, found.is_eager, found.batched_tokens, found.prefix_cache) == (2**30, True, None, True)
+    engine_settings = settings()
+    assert (
+        engine_settings.kv_bytes,
+        engine_settings.is_eager,
+        engine_settings.batched_tokens,
+        engine_settings.prefix_cache,
+    ) == (2**30, True, None, True)
 
 
 def test_on_a_gpu_the_keys_decide_and_a_shared_gpu_leaves_room_for_the_trainer(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    found = settings()
-    assert (found.kv_bytes, found.is_eager, found.memory_share) == (None, False, 0.9)
+    engine_settings = settings()
+    assert (engine_settings.kv_bytes, engine_settings.is_eager, engine_settings.memory_share) == (None, False, 0.9)
     assert settings("placement.share_gpu=true").memory_share == 0.4
     assert settings("placement.share_gpu=true", "engine.memory_share=0.3").memory_share == 0.3
-    found = settings("engine.batched_tokens=4096", "engine.prefix_cache=false", "engine.tensor_parallel=2")
-    assert (found.batched_tokens, found.prefix_cache, found.tensor_parallel) == (4096, False, 2)
+    engine_settings = settings("engine.batched_tokens=4096", "engine.prefix_cache=false", "engine.tensor_parallel=2")
+    assert (engine_settings.batched_tokens, engine_settings.prefix_cache, engine_settings.tensor_parallel) == (
+        4096,
+        False,
+        2,
+    )
 
 
 def test_workers_are_spawned_and_vllm_is_not_imported_before_its_variables_are_set():

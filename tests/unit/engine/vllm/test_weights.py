@@ -53,7 +53,7 @@ def test_an_engine_that_stages_before_anything_is_published_leaves_shared_memory
     assert stat.S_IMODE((shm / "pipelinerl-run").stat().st_mode) == 0o700
 
 
-def test_full_shared_memory_is_a_failed_swap_that_names_what_to_enlarge(model, tmp_path, monkeypatch):
+def test_full_shared_memory_is_a_failed_swap_that_names_the_memory_to_enlarge(model, tmp_path, monkeypatch):
     """As safetensors reports a full tmpfs."""
     staged = StagedWeights(model, tmp_path / "staged")
 
@@ -100,7 +100,7 @@ def test_only_the_loaded_version_is_kept_and_nothing_after_the_end(model, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_the_end_leaves_what_others_put_beside_it(model, tmp_path):
+def test_closing_leaves_directories_of_others_beside_the_staged_weights(model, tmp_path):
     staged = StagedWeights(model, tmp_path / "run" / "staged" / "actor-0")
     (tmp_path / "run" / "00000001.1").mkdir()
     staged.close()
@@ -131,7 +131,7 @@ def test_a_directory_without_weights_is_no_model(tmp_path):
         StagedWeights(str(tmp_path))
 
 
-def test_what_a_killed_predecessor_staged_is_removed(shm):
+def test_staged_weights_of_a_killed_predecessor_are_removed(shm):
     staged = shm / "pipelinerl-run" / "staged"
     dead, alive, other = (
         staged / name for name in ("actor-0.999999999", f"actor-0.{os.getppid()}", "actor-1.999999999")

@@ -1,4 +1,7 @@
-"""How an actor ends, and what it does about segments while no hub is there: without engine or channel."""
+"""How an actor ends, and what it does about segments while no hub is there: without engine or channel.
+
+Tests replace the private log of an actor, which would need a hub and a store that waits.
+"""
 
 import asyncio
 import threading
@@ -84,7 +87,7 @@ def sealer(link, segments, forget=nothing):
     return Sealer(segments, link, actor="a", epoch=1, forget=forget)
 
 
-async def test_segments_are_written_while_no_hub_is_there_and_told_in_order_when_one_is():
+async def test_segments_are_written_while_no_hub_is_there_and_told_in_order_to_a_new_hub():
     is_there = threading.Event()
     link = Link(lambda message: Ack(re=0) if is_there.is_set() else HubUnavailable("away"))
     segments, forgotten = Segments(), []
@@ -92,15 +95,15 @@ async def test_segments_are_written_while_no_hub_is_there_and_told_in_order_when
     async def forget(keys):
         forgotten.extend(keys)
 
-    one = sealer(link, segments, forget)
-    loops = [asyncio.create_task(one.run(0.01)), asyncio.create_task(one.report())]
+    group_sealer = sealer(link, segments, forget)
+    loops = [asyncio.create_task(group_sealer.run(0.01)), asyncio.create_task(group_sealer.report())]
     for group_id in range(3):
-        one.add(group(group_id, is_sent=True))
+        group_sealer.add(group(group_id, is_sent=True))
         await until(lambda number=group_id: segments.num_sealed == number + 1, "a segment")
     await until(lambda: len(forgotten) == 3, "three forgotten groups")
     assert link.told == []
     is_there.set()
-    await until(lambda: one.lease_refs() == [], "three reports")  # sent, sealed and known to the hub
+    await until(lambda: group_sealer.lease_refs() == [], "three reports")  # sent, sealed and known to the hub
     for loop in loops:
         loop.cancel()
     assert [message.seq for message in link.told] == [0, 1, 2]
@@ -109,17 +112,17 @@ async def test_segments_are_written_while_no_hub_is_there_and_told_in_order_when
 async def test_a_group_whose_segment_a_new_hub_learns_first_is_still_offered():
     """Otherwise the hub has the segment of the group, never counts the group as ready, and leases it again."""
     link = Link()
-    one = sealer(link, Segments())
-    one.add(group(0, is_sent=True))
-    one.must_send_again = True  # it has registered with a new hub
-    await one.seal(everything=True)
-    telling = asyncio.create_task(one.report())
+    group_sealer = sealer(link, Segments())
+    group_sealer.add(group(0, is_sent=True))
+    group_sealer.must_send_again = True  # it has registered with a new hub
+    await group_sealer.seal(everything=True)
+    telling = asyncio.create_task(group_sealer.report())
     await until(lambda: link.told, "a report")
     telling.cancel()
-    (again,) = one.groups_to_send_again()
+    (again,) = group_sealer.groups_to_send_again()
     assert again.seq == 0
-    one.confirm(again)  # the new hub has it, and where it lies
-    assert one.lease_refs() == one.groups_to_send_again() == []
+    group_sealer.confirm(again)  # the new hub has it, and where it lies
+    assert group_sealer.lease_refs() == group_sealer.groups_to_send_again() == []
 
 
 async def test_a_store_that_fails_ends_no_sequence_and_loses_no_group():
@@ -134,24 +137,24 @@ async def test_a_store_that_fails_ends_no_sequence_and_loses_no_group():
         seal_due = seal
 
     link, segments = Link(), Failing()
-    one = sealer(link, segments)
-    one.add(group(0))
+    group_sealer = sealer(link, segments)
+    group_sealer.add(group(0))
     for everything in (True, False):
-        await one.seal(everything=everything)
+        await group_sealer.seal(everything=everything)
     with pytest.raises(StoreError, match="the disk is full"):
-        await one.close()  # the last attempt: the supervisor of the actor must see the error
+        await group_sealer.close()  # the last attempt: the supervisor of the actor must see the error
     segments.is_away = False
-    await one.close()
+    await group_sealer.close()
     assert [message.groups for message in link.told] == [((0, 0),)]
 
 
 @pytest.mark.parametrize("error", [HubUnavailable("away"), RunOver("over")])
 async def test_the_last_segment_is_written_without_a_hub(error):
     segments = Segments()
-    one = sealer(Link(lambda message: error), segments)
-    one.add(group(0))
-    one.add(group(1))
-    await one.close()
+    group_sealer = sealer(Link(lambda message: error), segments)
+    group_sealer.add(group(0))
+    group_sealer.add(group(1))
+    await group_sealer.close()
     assert segments.num_sealed == 1
 
 
@@ -188,14 +191,14 @@ def run_actor(link, stop):
         parts = ActorParts(
             engine=Engine(), players=NO_PLAYERS, subscriber=None, segments=Segments(), store=MemoryStore()
         )
-        one = Actor(load_config("quickstart"), parts, run_id="run", name="a", epoch=1, link=lambda _: link)
+        tested_actor = Actor(load_config("quickstart"), parts, run_id="run", name="a", epoch=1, link=lambda _: link)
 
         async def flush():
             flushes.append(link.is_closed)
 
-        one._log.flush = flush
-        one._log.run = lambda: asyncio.sleep(SECONDS)
-        await asyncio.wait_for(one.run(stop), SECONDS)
+        tested_actor._log.flush = flush
+        tested_actor._log.run = lambda: asyncio.sleep(SECONDS)
+        await asyncio.wait_for(tested_actor.run(stop), SECONDS)
 
     try:
         asyncio.run(main())
@@ -216,7 +219,7 @@ def test_an_actor_that_is_told_to_drain_writes_its_log_once_more():
     assert run_actor(Link(said(drain)), threading.Event()) == [False]
 
 
-def test_an_actor_whose_hub_has_left_for_good_ends_as_if_it_were_told_to_drain():
+def test_an_actor_whose_hub_has_left_for_good_ends_as_by_a_drain():
     assert run_actor(Link(said(RunOver("over"))), threading.Event()) == [False]
 
 
@@ -239,13 +242,13 @@ def test_an_actor_that_is_stopped_while_its_hub_is_away_writes_its_log_and_ends(
     assert run_actor(link, stop) == [False]
 
 
-def test_an_actor_that_is_stopped_before_it_finds_a_hub_ends():
+def test_an_actor_that_is_stopped_before_any_hub_answers_ends():
     stop = threading.Event()
     stop.set()
     assert run_actor(Link(lambda message: HubUnavailable("away")), stop) == []
 
 
-def test_an_actor_whose_hub_stays_away_writes_its_log_before_it_fails():
+def test_an_actor_whose_hub_stays_away_writes_its_log_before_the_failure():
     assert run_actor(Link(said(HubUnavailable("away"))), threading.Event()) == [False, "HubUnavailable"]
 
 
@@ -271,12 +274,14 @@ def test_syncs_go_on_while_every_thread_of_other_work_waits_for_the_store():
         parts = ActorParts(
             engine=Engine(), players=NO_PLAYERS, subscriber=None, segments=Segments(), store=MemoryStore()
         )
-        one = Actor(load_config("quickstart"), parts, run_id="run", name="a", epoch=1, link=lambda _: Link(answers))
-        one._log.flush = lambda: asyncio.sleep(0)
-        one._log.run = lambda: asyncio.sleep(SECONDS)
+        tested_actor = Actor(
+            load_config("quickstart"), parts, run_id="run", name="a", epoch=1, link=lambda _: Link(answers)
+        )
+        tested_actor._log.flush = lambda: asyncio.sleep(0)
+        tested_actor._log.run = lambda: asyncio.sleep(SECONDS)
         stalled = [asyncio.create_task(asyncio.to_thread(is_there.wait, SECONDS)) for _ in range(64)]
         await asyncio.sleep(0)
-        await asyncio.wait_for(one.run(threading.Event()), SECONDS)
+        await asyncio.wait_for(tested_actor.run(threading.Event()), SECONDS)
         assert all(await asyncio.gather(*stalled))  # nothing but the fifth sync ended the wait
 
     asyncio.run(main())

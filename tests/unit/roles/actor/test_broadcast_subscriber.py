@@ -57,7 +57,7 @@ def attend(receiver, store, manifests, name="actor-1"):
     return asyncio.run(main())
 
 
-def test_a_group_is_joined_once_with_the_ranks_it_gives(store, group):
+def test_a_group_is_joined_once_with_the_ranks_of_the_group(store, group):
     receiver = Receiver()
     offered = replace(MANIFEST, group=group.number)
     subscriber = attend(receiver, store, [MANIFEST, offered, offered])

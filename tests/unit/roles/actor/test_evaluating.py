@@ -44,7 +44,7 @@ async def settle():
         await asyncio.sleep(0.005)
 
 
-async def test_each_due_version_is_evaluated_once_by_the_engine_that_has_it_or_a_later_one(actor):
+async def test_each_due_version_is_evaluated_once_by_an_engine_with_that_or_a_later_version(actor):
     async with asyncio.TaskGroup() as tasks:
         for version in (0, 5, 9, 12):
             actor.engine.weight_version = version

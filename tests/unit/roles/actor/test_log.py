@@ -55,13 +55,13 @@ async def test_finished_groups_are_sealed_before_the_rest_is_written(store):
     assert events[:2] == ["seal", "flush"]
 
 
-async def test_what_one_actor_wrote_another_takes_over(store):
+async def test_an_actor_takes_over_the_log_of_another_actor(store):
     await log_of(store, Runner(row(num=4))).flush()
     taken = await log_of(store, Runner()).restore(lease(PreviousHolder("a", 1, 0)))
     assert {index: len(known.token_ids) for index, known in taken.items()} == {0: 4}
 
 
-async def test_switched_off_it_writes_nothing_and_still_takes_over():
+async def test_a_log_that_is_switched_off_writes_nothing_and_still_takes_over():
     store, runner, events = MemoryStore(), Runner(row()), []
     await log_of(store, Runner(row(num=2))).flush()
     before = store.list("partials")
@@ -117,5 +117,5 @@ async def test_logs_that_do_not_come_occupy_few_threads_and_none_of_those_of_oth
         ("file:///tmp/x", {"partial_log": False, "partial_seconds": 2.0}, 0.0),
     ],
 )
-def test_how_often_it_is_written_follows_the_store(url, settings, seconds):
+def test_the_interval_of_the_log_follows_the_store(url, settings, seconds):
     assert build_config({"store": settings}).store.log_seconds(url) == seconds

@@ -24,16 +24,18 @@ def group(group_id):
 async def test_finished_groups_are_sent_together_up_to_the_credit(credit, first, monkeypatch):
     visits = []
     link = Link()
-    one = actor(link)
-    send = one._send
-    monkeypatch.setattr(one, "_send", lambda groups: visits.append([g.ref.group_id for g in groups]) or send(groups))
+    tested_actor = actor(link)
+    send = tested_actor._send
+    monkeypatch.setattr(
+        tested_actor, "_send", lambda groups: visits.append([g.ref.group_id for g in groups]) or send(groups)
+    )
     for group_id in range(5):
-        one._unsent.put_nowait(group(group_id))
-    loop = asyncio.create_task(one._send_loop())
+        tested_actor._unsent.put_nowait(group(group_id))
+    loop = asyncio.create_task(tested_actor._send_loop())
     await turns()
     assert visits == []  # without credit nothing is sent
-    one._credit = credit
-    one._credit_granted.set()
+    tested_actor._credit = credit
+    tested_actor._credit_granted.set()
     await until(lambda: len(link.groups) >= len(first), f"{len(first)} groups")
     await turns()
     loop.cancel()
@@ -44,12 +46,12 @@ async def test_finished_groups_are_sent_together_up_to_the_credit(credit, first,
 @pytest.mark.parametrize(("failures", "is_given_up"), [(0, False), (2, False), (3, True)])
 async def test_a_failed_swap_is_repeated_and_the_third_failure_ends_the_actor(failures, is_given_up):
     engine = Engine(failures)
-    one = actor(Link(), engine)
-    loop = asyncio.create_task(one._swap_loop())
+    tested_actor = actor(Link(), engine)
+    loop = asyncio.create_task(tested_actor._swap_loop())
     for _ in range(5):  # the hub offers the newest version with every sync
         tried, end = engine.num_swaps, time.monotonic() + 60
-        one._newest = weight_manifest(7)
-        one._newer.set()
+        tested_actor._newest = weight_manifest(7)
+        tested_actor._newer.set()
         while engine.num_swaps == tried and engine.weight_version != 7 and not loop.done():
             assert time.monotonic() < end
             await turns(1)
@@ -58,4 +60,4 @@ async def test_a_failed_swap_is_repeated_and_the_third_failure_ends_the_actor(fa
         with pytest.raises(SwapError, match="starts again"):
             await loop
     loop.cancel()
-    assert (engine.weight_version, len(one._swaps)) == ((0, 0) if is_given_up else (7, 1))
+    assert (engine.weight_version, len(tested_actor._swaps)) == ((0, 0) if is_given_up else (7, 1))

@@ -15,7 +15,7 @@ from tests.builders import commit_record, hub_record, run_record, sync_message
 from tests.synthetic_run import put_record
 
 
-def test_a_hub_that_comes_up_while_another_one_reads_the_past_is_not_fenced_by_it(store, monkeypatch):
+def test_a_hub_that_comes_up_while_another_hub_reads_the_past_is_not_fenced_by_that_hub(store, monkeypatch):
     read_stored_state = main.read_stored_state
     record = run_record()
     context = RunContext(store=store, record=record, config=build_config({}), token="a-token-for-tests")

@@ -34,7 +34,7 @@ def memory(num_groups: float) -> RowMemory:
     return RowMemory(budget_bytes=int(num_groups * SIZE), default_group_bytes=VALUES)
 
 
-def test_what_is_kept_is_counted_once_and_forgotten_rows_are_free_again():
+def test_kept_rows_are_counted_once_and_forgotten_rows_are_free_again():
     rows = memory(10)
     for group_id in (1, 2, 2, 3):
         rows.keep((group_id, 0), rows_of(group_id))
@@ -160,7 +160,7 @@ def test_rows_that_left_the_memory_are_read_back_from_their_segments(tmp_path):
     assert run.hub.row_bytes <= CONFIG.placement.hub_bytes
 
 
-def test_a_hub_that_starts_reads_no_more_rows_than_it_may_keep(tmp_path):
+def test_a_hub_that_starts_reads_no_more_rows_than_its_limit(tmp_path):
     store = open_store(str(tmp_path))
     writer = SegmentWriter(store, "actor-0", 1, "run", max_seconds=0, max_bytes=1 << 30)
     for group_id in range(10):

@@ -55,6 +55,7 @@ from tests.builders import (
 from tests.synthetic_run import make_rollout
 
 CONFIG = small_config(rollouts={"group_size": 2}, engine={"concurrency": 4}, trainer={"steps": 2})
+ENDLESS = 3600.0  # a wait that does not end by itself before pytest's limit for a test
 APRIL = build_config(CONFIG.model_dump() | {"schedule": {"kind": "april", "alpha": 2, "max_lag": 1}})
 
 
@@ -150,7 +151,7 @@ def test_leases_carry_the_prompts_of_their_position(talk):
     assert leases[0].group_size == 2
 
 
-def test_an_unregistered_peer_or_one_of_another_boot_is_told_to_register(talk):
+def test_an_unregistered_peer_and_a_peer_of_another_boot_are_told_to_register(talk):
     talk.hub.connected("new", lambda: None)
     stranger = talk("new", sync_message(concurrency=1))
     assert isinstance(stranger, Refused)
@@ -182,7 +183,7 @@ def test_an_actor_delivers_in_its_own_name_and_under_its_own_lease(talk):
         talk("b", Group(lease_id=lease.lease_id, ref=own), batch)
 
 
-def test_an_actor_seals_in_its_own_name_and_what_is_its_own(talk):
+def test_an_actor_seals_in_its_own_name_and_only_its_own_groups(talk):
     other_actor(talk)
     leased, delivered = talk.sync(want=2).leases
     talk.deliver(delivered)
@@ -209,7 +210,7 @@ def test_an_actor_reports_its_own_swaps(talk):
     assert talk.hub.num_swaps == 0
 
 
-def test_a_group_that_no_hub_can_have_leased_is_refused_before_all_up_to_it_are_queued(tmp_path):
+def test_a_group_that_no_hub_can_have_leased_is_refused_before_the_groups_before_are_queued(tmp_path):
     ledger = Ledger(CONFIG, clock=time.time, boot_id="boot", first_attempt=3000)
     talk = Talk(str(tmp_path), ledger)
     talk.register()
@@ -273,21 +274,19 @@ def test_a_step_from_lease_to_announcement(talk):
     assert gone.code == "not_reserved"
 
 
-def test_reserve_waits_until_the_group_it_lacks_arrives(talk, monkeypatch):
-    monkeypatch.setattr(trainer_side, "_MAX_WAIT_SECONDS", 60.0)
+def test_reserve_waits_until_the_missing_group_arrives(talk, monkeypatch):
+    monkeypatch.setattr(trainer_side, "_MAX_WAIT_SECONDS", ENDLESS)
     leases = talk.sync(want=2).leases
     talk.deliver(leases[0])
     threading.Timer(0.1, talk.deliver, [leases[1]]).start()
-    begun = time.monotonic()
-    assert talk.reserve(1, wait_seconds=60.0).is_ready
-    assert time.monotonic() - begun < 30.0
+    assert talk.reserve(1, wait_seconds=ENDLESS).is_ready
 
 
 def test_reserve_says_after_its_wait_that_nothing_is_ready(talk, monkeypatch):
-    monkeypatch.setattr(trainer_side, "_MAX_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(trainer_side, "_MAX_WAIT_SECONDS", ENDLESS)
     begun = time.monotonic()
     assert not talk.reserve(1, wait_seconds=0.1).is_ready
-    assert 0.1 <= time.monotonic() - begun < 30.0
+    assert time.monotonic() - begun >= 0.1  # a wait is never shorter, on any machine
 
 
 def test_credit_falls_with_groups_at_the_hub_and_returns_when_the_trainer_takes_them(talk):
@@ -339,7 +338,7 @@ def test_a_goodbye_frees_leases_at_once_and_a_lost_connection_does_not(talk):
     assert (talk.ledger.num_leased, talk.ledger.num_queued) == (0, 2)
 
 
-def test_one_actor_evaluates_and_another_one_after_its_end(talk):
+def test_one_actor_evaluates_and_another_actor_after_its_end(talk):
     talk.hub.connected("b", talk.request_sync)
     talk("b", Register(role="actor", name="actor-1", epoch=1))
     second = sync_message(engine_version=0, want=0, leases=())
@@ -349,7 +348,7 @@ def test_one_actor_evaluates_and_another_one_after_its_end(talk):
     assert talk("b", second).evaluates
 
 
-def test_april_pauses_every_engine_from_the_nth_ready_group_until_it_has_the_new_weights(tmp_path):
+def test_april_pauses_every_engine_from_the_nth_ready_group_until_the_engine_has_the_new_weights(tmp_path):
     talk = Talk(str(tmp_path), config=APRIL)
     talk.register()
     first, second, third, fourth = talk.sync(want=9).leases  # alpha * N = 4
@@ -423,11 +422,9 @@ def test_after_the_last_step_actors_are_told_to_leave(talk):
 
 
 def test_a_stopping_hub_drains_and_answers_a_waiting_reserve(talk, monkeypatch):
-    monkeypatch.setattr(trainer_side, "_MAX_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(trainer_side, "_MAX_WAIT_SECONDS", ENDLESS)
     threading.Timer(0.1, talk.hub.stop).start()
-    begun = time.monotonic()
-    assert not talk.reserve(1, wait_seconds=60.0).is_ready
-    assert time.monotonic() - begun < 30.0
+    assert not talk.reserve(1, wait_seconds=ENDLESS).is_ready
     assert talk.sync(want=4).state == "drain"
     assert not talk.hub.is_finished
 
@@ -522,7 +519,7 @@ def test_a_restarted_hub_serves_sealed_rows_and_reservations_that_are_presented_
     assert [header.group_id for header, _ in new.hub.handle("t", wanted, None)] == [2, 3]
 
 
-def test_rows_are_read_back_from_their_segment_once_it_is_sealed(talk):
+def test_rows_are_read_back_from_their_segment_once_the_segment_is_sealed(talk):
     [lease] = talk.sync(want=1).leases
     refs = (rows_of_lease(lease)[0],)
     new = restarted_before_step_1(talk, refs)
@@ -586,8 +583,8 @@ def test_groups_of_one_write_are_each_taken_or_refused_for_themselves(talk):
     talk.deliver(second)
     answer = talk.reserve(1)
     request = Rows(step=1, groups=tuple((ref.group_id, ref.attempt) for ref in answer.groups))
-    found = [rows.rows() for _, rows in talk.hub.handle("t", request, None)]
-    assert [rows.equals(expected) for rows, expected in zip(found, (parts[0][1], parts[2][1]), strict=True)] == [
+    replies = [rows.rows() for _, rows in talk.hub.handle("t", request, None)]
+    assert [rows.equals(expected) for rows, expected in zip(replies, (parts[0][1], parts[2][1]), strict=True)] == [
         True
     ] * 2
 

@@ -1,7 +1,6 @@
 """Evaluation on a scripted engine: what an EvalRecord says, limits of time, and errors."""
 
 import asyncio
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -113,12 +112,10 @@ def test_an_evaluation_keeps_to_its_slots():
     assert engine.most == 4, "the completions of one prompt at least"
 
 
-def test_after_the_limit_no_further_prompt_is_taken_and_what_was_taken_is_a_beginning():
-    begun = time.monotonic()
+def test_after_the_limit_no_further_prompt_is_taken_and_the_evaluated_prompts_are_the_first():
     record = evaluated(Engine(seconds=0.05), 1000, slots=2, max_seconds=0.2)
     assert 2 <= record.num_prompts < 1000
-    assert time.monotonic() - begun < 20
-    assert [one["prompt"] for one in record.samples][:2] == ["prompt 0", "prompt 1"]
+    assert [sample["prompt"] for sample in record.samples][:2] == ["prompt 0", "prompt 1"]
 
 
 def test_progress_is_reported_and_cleared(monkeypatch):

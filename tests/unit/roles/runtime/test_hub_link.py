@@ -43,9 +43,9 @@ def link_to(tmp_path):
     """A link to the hub that hub.json says is there."""
     links = []
 
-    def make(found: HubRecord, *, token: str = TOKEN, deadline_seconds: float = 0.0) -> HubLink:
+    def make(hub: HubRecord, *, token: str = TOKEN, deadline_seconds: float = 0.0) -> HubLink:
         store = open_store(str(tmp_path))
-        put_record(store, HUB_KEY, found)
+        put_record(store, HUB_KEY, hub)
         link = HubLink(
             store, token=token, role="actor", name="actor-0", deadline_seconds=deadline_seconds,
             registration=lambda: Register(role="actor", name="actor-0", epoch=1),
@@ -95,11 +95,11 @@ def test_a_hub_that_has_left_after_the_last_step_is_not_waited_for(link_to):
 
 
 def test_a_request_to_a_hub_that_has_ended_its_run_raises_run_over(server, link_to):
-    found = record(url=server.url)
-    link = link_to(found, deadline_seconds=60.0)
+    hub = record(url=server.url)
+    link = link_to(hub, deadline_seconds=60.0)
     link.connect()
     server.shutdown(60.0)
-    link_to(found.model_copy(update={"live": {"state": "done"}}))  # the last word of the hub
+    link_to(hub.model_copy(update={"live": {"state": "done"}}))  # the last word of the hub
     with pytest.raises(RunOver):
         link.request(Bye())
 

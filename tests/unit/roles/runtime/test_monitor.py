@@ -70,11 +70,11 @@ def test_a_role_is_found_through_its_record_and_gone_with_its_end():
         assert get(f"{record.url}/readyz") == (200, "ready: computing step 3\n")
         timed.store.put("a", b"x")
         status, text = get(f"{record.url}/metrics")
-        found = samples(text)
+        sampled = samples(text)
         assert status == 200
-        assert found["pipelinerl_role_info", "trainer", "trainer", "run"] == 1
-        assert found["pipelinerl_role_ready",] == 1
-        assert found["pipelinerl_store_seconds_count", "put"] == 1
+        assert sampled["pipelinerl_role_info", "trainer", "trainer", "run"] == 1
+        assert sampled["pipelinerl_role_ready",] == 1
+        assert sampled["pipelinerl_store_seconds_count", "put"] == 1
         assert "process_resident_memory_bytes" in text
         assert TOKEN not in text
         labels = {"run": "run", "role": "trainer", "name": "trainer", "host": record.host}
@@ -92,21 +92,21 @@ def test_nothing_but_get_and_the_three_paths_is_answered():
         assert [get(f"{url}{path}")[0] for path in ("/", "/debug", "/healthz/../metrics")] == [404, 404, 404]
 
 
-def test_a_main_loop_that_hangs_is_unhealthy_and_says_what_it_was_doing(monkeypatch):
+def test_a_main_loop_that_hangs_is_unhealthy_and_names_its_last_activity(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(monitor, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    one = RoleMonitor("trainer", "trainer", healthy_seconds=0.05)
-    assert one.health()[0], "a start may take longer than a turn of the loop"
-    one.set_readiness_check(lambda: "")
-    one.heartbeat("computing step 7")
-    assert one.health() == (True, "ok: computing step 7")
+    role_monitor = RoleMonitor("trainer", "trainer", healthy_seconds=0.05)
+    assert role_monitor.health()[0], "a start may take longer than a turn of the loop"
+    role_monitor.set_readiness_check(lambda: "")
+    role_monitor.heartbeat("computing step 7")
+    assert role_monitor.health() == (True, "ok: computing step 7")
     now[0] += 0.1
-    is_healthy, line = one.health()
+    is_healthy, line = role_monitor.health()
     assert not is_healthy
     assert "no heartbeat of the main loop for 0 s" in line
     assert line.endswith("computing step 7")
-    assert one.readiness() == (False, line)
-    assert samples(one.exposition().decode())["pipelinerl_role_healthy",] == 0
+    assert role_monitor.readiness() == (False, line)
+    assert samples(role_monitor.exposition().decode())["pipelinerl_role_healthy",] == 0
 
 
 class Engine:
@@ -124,22 +124,22 @@ class Engine:
 
 async def test_an_actor_is_ready_once_the_hub_answers_and_unhealthy_when_its_engine_stands_still(monkeypatch):
     monkeypatch.setattr(inference, "HEARTBEAT_SECONDS", 0.005)
-    engine, one = Engine(), RoleMonitor("actor", "a", healthy_seconds=2.0)
+    engine, role_monitor = Engine(), RoleMonitor("actor", "a", healthy_seconds=2.0)
     is_current = [False]
-    watch = ActorWatch(one, engine, epoch=1, is_current=lambda: is_current[0], num_tokens=lambda: 0)
-    assert one.readiness() == (False, "not registered at the hub yet")
+    watch = ActorWatch(role_monitor, engine, epoch=1, is_current=lambda: is_current[0], num_tokens=lambda: 0)
+    assert role_monitor.readiness() == (False, "not registered at the hub yet")
     watch.synced(SyncReply(re=1, boot_id="b"), num_unsent=2)
-    assert one.readiness() == (False, "the newest weights are not loaded yet")
+    assert role_monitor.readiness() == (False, "the newest weights are not loaded yet")
     is_current[0] = True
     loop = asyncio.create_task(watch.run())
     for _ in range(30):  # it samples
         engine.num_tokens += 1
         await asyncio.sleep(0.01)
-    assert one.readiness()[0]
-    await until(lambda: not one.health()[0], "an engine that hangs")  # the event loop turns
+    assert role_monitor.readiness()[0]
+    await until(lambda: not role_monitor.health()[0], "an engine that hangs")  # the event loop turns
     watch.synced(SyncReply(re=2, boot_id="b", state="pause"), num_unsent=0)
     await asyncio.sleep(0.05)
-    assert one.health()[0], "an engine that is paused has nothing to do"
+    assert role_monitor.health()[0], "an engine that is paused has nothing to do"
     loop.cancel()
 
 
@@ -173,18 +173,18 @@ def test_the_record_of_a_role_shows_how_its_start_goes_and_then_stands_still(mon
         return record_of(run.store, "trainer", "trainer")
 
     with monitored(run, "trainer", "trainer") as (_, watched):
-        assert await_record(lambda found: True).start_beat == 0.0
+        assert await_record(lambda record: True).start_beat == 0.0
         watch = TrainerWatch(watched, epoch=1)
         watch.replayed(3, 4)
-        first = await_record(lambda found: found.start_beat > 0.0)
+        first = await_record(lambda record: record.start_beat > 0.0)
         assert first.progress == role_progress(run.store) == "the trainer restarts: step 4/4 is trained again"
         watch.replayed(4, 4)
-        assert await_record(lambda found: found.start_beat > first.start_beat).progress == ""
+        assert await_record(lambda record: record.start_beat > first.start_beat).progress == ""
         watch.registered()
         last = watched.start_beat
         watch.waiting(5)
         written = time.time()
-        assert await_record(lambda found: found.beat > written).start_beat == last
+        assert await_record(lambda record: record.beat > written).start_beat == last
 
 
 def test_a_role_that_died_is_a_target_for_two_minutes_and_a_broken_record_is_skipped(store, monkeypatch):
@@ -193,7 +193,7 @@ def test_a_role_that_died_is_a_target_for_two_minutes_and_a_broken_record_is_ski
     )
     put_record(store, role_key("actor", "a"), dead)
     store.put(role_key("actor", "b"), b"{")
-    assert [one.name for one in live_roles(store, now=1060.0)] == ["a"]
+    assert [role.name for role in live_roles(store, now=1060.0)] == ["a"]
     assert live_roles(store, now=1130.0) == []
 
 
@@ -203,7 +203,7 @@ def test_the_loopback_address_of_another_host_is_no_target(store):
             run_id="r", role="actor", name=name, host="elsewhere", pid=1, url=url, started_at=0.0, beat=time.time()
         )
         put_record(store, role_key("actor", name), record)
-    assert [one["targets"] for one in targets(store)] == [["10.0.0.7:1"]]
+    assert [target["targets"] for target in targets(store)] == [["10.0.0.7:1"]]
 
 
 def test_a_store_that_fails_is_counted_and_ends_no_role(monkeypatch):
@@ -222,13 +222,13 @@ def test_a_store_that_fails_is_counted_and_ends_no_role(monkeypatch):
 
 
 def test_names_are_prometheus_names_and_labels_are_declared():
-    exported = [one for one in METRICS.values() if one.prometheus]
-    assert len({one.prometheus for one in exported}) == len(exported)
-    for one in exported:
-        assert re.fullmatch("[a-z][a-z0-9_]+", one.prometheus)
-        assert (one.kind == "counter") == one.prometheus.endswith("_total")
-        assert (one.group == "role") == bool(one.roles)
-        assert set(one.roles) <= set(ALL_ROLES)
+    exported = [metric for metric in METRICS.values() if metric.prometheus]
+    assert len({metric.prometheus for metric in exported}) == len(exported)
+    for metric in exported:
+        assert re.fullmatch("[a-z][a-z0-9_]+", metric.prometheus)
+        assert (metric.kind == "counter") == metric.prometheus.endswith("_total")
+        assert (metric.group == "role") == bool(metric.roles)
+        assert set(metric.roles) <= set(ALL_ROLES)
     with pytest.raises(KeyError, match="not declared"):
         RoleMetrics("actor", "a", "r").add("actor_rollouts_total", label="rollout-17")
     with pytest.raises(KeyError):

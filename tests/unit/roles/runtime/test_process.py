@@ -29,7 +29,7 @@ def test_startup_objects_are_left_out_of_later_collections():
     assert run(code) == "True True"
 
 
-def test_the_limit_of_descriptors_is_raised_to_what_the_system_allows():
+def test_the_limit_of_descriptors_is_raised_to_the_maximum_of_the_system():
     code = """
         import resource
         from pipelinerl_core.roles.runtime.process import raise_descriptor_limit
@@ -130,7 +130,7 @@ def test_the_body_of_a_process_is_given_its_arguments_and_its_result_is_the_exit
     assert given == [{"run": "/runs/one", "steps": 3, "overrides": ["a=1", "b=2"]}]
 
 
-def test_an_unexpected_error_beside_an_expected_one_keeps_its_traceback(capsys):
+def test_an_unexpected_error_beside_an_expected_error_keeps_its_traceback(capsys):
     @exit_codes
     def main():
         raise ExceptionGroup("", [StoreError("disk"), ZeroDivisionError()])

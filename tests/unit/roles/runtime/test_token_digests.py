@@ -10,11 +10,11 @@ from pipelinerl_core.roles.runtime.token_digests import token_digests
 
 
 def vocabulary(path):
-    found = json.loads((path / "tokenizer.json").read_text())
-    words = found["model"]["vocab"]
-    (first, one), (second, two) = list(words.items())[3:5]
-    words[first], words[second] = two, one
-    (path / "tokenizer.json").write_text(json.dumps(found))
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    (first, first_id), (second, second_id) = list(words.items())[3:5]
+    words[first], words[second] = second_id, first_id
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 def end_tokens(path):
@@ -30,7 +30,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_differs_is_named(prepared_model, tmp_path, change):
+def test_each_difference_between_models_is_named(prepared_model, tmp_path, change):
     copy = tmp_path / "model"
     shutil.copytree(prepared_model, copy)
     change(copy)

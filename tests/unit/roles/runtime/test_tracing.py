@@ -44,24 +44,28 @@ def context(store, *overrides):
 
 
 def monitor(run, role, name):
-    one = RoleMonitor(role, name, run.run_id)
-    one.tracer = build_tracer(run, role, name)
-    return one
+    role_monitor = RoleMonitor(role, name, run.run_id)
+    role_monitor.tracer = build_tracer(run, role, name)
+    return role_monitor
 
 
 def spans_in(directory):
-    found = []
+    all_spans = []
     for path in sorted(directory.glob("*.traces.jsonl")):
         for line in path.read_text().splitlines():
             for resource in json.loads(line)["resourceSpans"]:
                 service = resource["resource"]["attributes"]
-                role = next(one["value"]["stringValue"] for one in service if one["key"] == "service.name")
-                found += [{**span, "role": role} for scope in resource["scopeSpans"] for span in scope["spans"]]
-    return found
+                role = next(
+                    attribute["value"]["stringValue"] for attribute in service if attribute["key"] == "service.name"
+                )
+                all_spans += [{**span, "role": role} for scope in resource["scopeSpans"] for span in scope["spans"]]
+    return all_spans
 
 
 def value(span, key):
-    (kind, text), *_ = next(one["value"] for one in span["attributes"] if one["key"] == f"pipelinerl.{key}").items()
+    (kind, text), *_ = next(
+        attribute["value"] for attribute in span["attributes"] if attribute["key"] == f"pipelinerl.{key}"
+    ).items()
     return int(text) if kind == "intValue" else text
 
 
@@ -69,32 +73,34 @@ def rollouts_of(now):
     spans = ((0, 0, 3), (1, 3, 4))
     times = {"started_at": now - 9, "finished_at": now - 6, "scored_at": now - 5.5}
     made = (make_rollout(group_id=17, rollout_index=index, spans=spans) for index in range(2))
-    return [replace(one, attempt=2, **times) for one in made]
+    return [replace(rollout, attempt=2, **times) for rollout in made]
 
 
 def act(run, rollouts, now):
     """What an actor does with group 17: generates it, with a swap in the middle, and sends it."""
     engine = SimpleNamespace(weight_version=0, stats=lambda: SimpleNamespace(num_tokens=8))
-    one = monitor(run, "actor", "actor-0")
-    watch = ActorWatch(one, engine, epoch=3, is_current=lambda: True, num_tokens=lambda: engine.stats().num_tokens)
+    role_monitor = monitor(run, "actor", "actor-0")
+    watch = ActorWatch(
+        role_monitor, engine, epoch=3, is_current=lambda: True, num_tokens=lambda: engine.stats().num_tokens
+    )
     files = (FileEntry(name="f", size=10, sha256="0"),)
     manifest = weight_manifest(1, epoch=4, files=files, host="h", published_at=now)
     watch.synced(SyncReply(re=1, boot_id="b", manifest=manifest), num_unsent=0)
     swap = watch.swapped(SwapReport(version=1, pause_seconds=0.01, num_bytes=10, num_running=2))
     assert swap.num_tokens == 8
     lease = Lease(group_id=17, attempt=2, lease_id="l", deadline_seconds=0.0, group_size=2, prompt=PROMPT)
-    held = [replace(one, finished_at=now + 5, scored_at=now + 5) for one in rollouts]
+    held = [replace(rollout, finished_at=now + 5, scored_at=now + 5) for rollout in rollouts]
     watch.finished(lease, held, leased_at=now - 10)
     ref = group_named(17, attempt=2, actor_epoch=3, num_tokens=8)
     for _ in range(2):  # a hub that has restarted is sent it again
         watch.answered(ref, Ack(re=1))
-    one.tracer.close()
+    role_monitor.tracer.close()
     return manifest
 
 
 def train(run, rollouts, now, manifest):
-    one = monitor(run, "trainer", "trainer")
-    watch = TrainerWatch(one, epoch=4)
+    role_monitor = monitor(run, "trainer", "trainer")
+    watch = TrainerWatch(role_monitor, epoch=4)
     watch.computed(1, [training_row(rollout) for rollout in rollouts], STEP_METRICS, (now - 5, now - 4, now - 3))
     watch.committed(
         commit_record(
@@ -102,7 +108,7 @@ def train(run, rollouts, now, manifest):
             reserved_at=now - 4, computed_at=now - 3, committed_at=now - 2,
         )
     )  # fmt: skip
-    one.tracer.close()
+    role_monitor.tracer.close()
 
 
 @pytest.fixture
@@ -129,10 +135,10 @@ def test_the_spans_of_a_group_from_actor_and_trainer_are_one_trace(spans):
 
 
 def test_a_swap_in_the_middle_of_a_rollout_is_an_event_at_its_token(spans):
-    for span in (one for one in spans if one["name"] == "generate"):
+    for span in (candidate for candidate in spans if candidate["name"] == "generate"):
         (event,) = span["events"]
         assert event["name"] == "weights_swapped"
-        assert {one["key"]: int(one["value"]["intValue"]) for one in event["attributes"]} == {
+        assert {attribute["key"]: int(attribute["value"]["intValue"]) for attribute in event["attributes"]} == {
             "weight_version": 1, "at_token": 3,
         }  # fmt: skip
 

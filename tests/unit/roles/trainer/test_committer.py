@@ -1,4 +1,8 @@
-"""Steps are committed in order or not at all; actors that cannot read the newest version get it once more."""
+"""Steps are committed in order or not at all; actors that cannot read the newest version get it once more.
+
+Tests wait for the private futures of a committer: its public calls raise the error that is under test, or do not show
+that no second publication follows.
+"""
 
 import re
 import threading
@@ -20,6 +24,7 @@ from pipelinerl_core.types import FileEntry
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.builders import put_commit, put_epoch
 from tests.fakes import MemoryStore
+from tests.waiting import wait_for
 
 WEIGHTS = {"w": torch.arange(4.0)}
 
@@ -79,7 +84,7 @@ def test_a_version_that_an_actor_cannot_read_is_published_again_once(parts):
 
 
 @pytest.mark.parametrize(("told", "version"), [(-1, 1), (0, 1), (1, 2)])
-def test_nothing_is_published_again_unless_it_is_the_newest_and_unreadable(parts, told, version):
+def test_no_version_is_published_again_unless_the_newest_version_is_unreadable(parts, told, version):
     _, link, committer = parts
 
     def weights():
@@ -170,7 +175,7 @@ def steps_in(store):
 
 
 @pytest.mark.parametrize("pattern", FAILURES.values(), ids=FAILURES)
-def test_no_step_is_committed_after_one_that_was_not(pattern):
+def test_no_step_is_committed_after_an_uncommitted_step(pattern):
     store = FailingStore(pattern)
     committer = committer_at_1(store)
     for step in (2, 3):
@@ -264,17 +269,17 @@ def test_old_commits_are_compacted_while_the_trainer_goes_on_and_after_a_start(s
     for step in range(20):
         committer.submit(without_rows(step))
     committer.flush()
-    committer._compacting.submit(int).result(60)
+    newest = [commit_key(step, 2) for step in range(16, 20)]
+    wait_for(lambda: list_commits(store).originals == newest, "the compaction of old commits")
     committer.close()
     assert list_commits(store).files == [StepRange(0, 7, 2), StepRange(8, 15, 2)]
-    newest = [commit_key(step, 2) for step in range(16, 20)]
     assert list_commits(store).originals == newest
     store.delete([StepRange(8, 15, 2).commits_key])  # as if the previous trainer had died before the compaction
     for step in range(8, 16):
         put_commit(store, step, 2)
     adopting = Committer(store, config, run_id="run", epoch=epoch, link=Link())
     adopting.adopt(read_commit(store, newest[-1]))
-    adopting._compacting.submit(int).result(60)
+    wait_for(lambda: list_commits(store).originals == newest, "the compaction of the adopted commits")
     adopting.close()
     assert list_commits(store).originals == newest
 
@@ -287,7 +292,13 @@ def test_whatever_ends_a_compaction_is_in_the_log(store, monkeypatch, caplog, er
     monkeypatch.setattr("pipelinerl_core.roles.trainer.committer.compact_rollouts", fail)
     committer = committer_of(store)
     committer.adopt(read_commit(store, put_commit(store, 0, 2)))
-    committer._compacting.submit(int).result(60)
+
+    def failures():
+        return [
+            entry for entry in caplog.records if "old commits or rollouts are not compacted" in entry.getMessage()
+        ]
+
+    wait_for(failures, "the log line of the compaction")
     committer.close()
-    [record] = [one for one in caplog.records if "old commits or rollouts are not compacted" in one.getMessage()]
+    [record] = failures()
     assert bool(record.exc_info) == (not isinstance(error, StoreError))

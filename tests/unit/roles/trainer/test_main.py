@@ -1,4 +1,8 @@
-"""What the trainer tells a hub when it registers, at whatever moment that is, and what it writes about a step."""
+"""What the trainer tells a hub when it registers, at whatever moment that is, and what it writes about a step.
+
+Tests call the private parts of a step, because the moment between two of these parts is under test, and close the
+private committer, because a trainer closes it only at the end of a run.
+"""
 
 import threading
 from concurrent.futures import Future
@@ -144,8 +148,10 @@ def test_the_parity_gate_takes_no_rollout_with_older_context():
     rows = {}
     for (name, spans), rollout in zip(ages.items(), made, strict=True):
         starts = [0, *(end for _, end in spans)]
-        found = tuple(WeightSpan(version, start, end) for (version, end), start in zip(spans, starts, strict=False))
-        rows[name] = SimpleNamespace(rollout=replace(rollout, weight_spans=found))
+        weight_spans = tuple(
+            WeightSpan(version, start, end) for (version, end), start in zip(spans, starts, strict=False)
+        )
+        rows[name] = SimpleNamespace(rollout=replace(rollout, weight_spans=weight_spans))
     measured = []
     trainer._rescoring.measure = lambda rollouts, scores: measured.append((len(rollouts), len(scores)))
     trainer._pass_parity_gate([rows["old"], rows["mixed"]])

@@ -42,15 +42,18 @@ def stamped(learner, rows, version, *, actor="actor-0"):
 
 def trained(learner, config, *, steps=3):
     """Train with re-scoring; the state after the steps, and what was found."""
-    rescoring, found = Rescoring(learner.rescorer, config), []
+    rescoring, results = Rescoring(learner.rescorer, config), []
     rescoring.published(0, learner.weights())
     sampled = stamped(learner, rows_of(config, 1), 0)
     for step in range(1, steps + 1):
-        rows = [replace(row, rollout=one.rollout) for row, one in zip(rows_of(config, 1), sampled, strict=True)]
-        found.append(rescoring.rescore(learner.version, rows, {}, {}))
+        rows = [
+            replace(row, rollout=sampled_row.rollout)
+            for row, sampled_row in zip(rows_of(config, 1), sampled, strict=True)
+        ]
+        results.append(rescoring.rescore(learner.version, rows, {}, {}))
         learner.step(rows)
         rescoring.published(step, learner.weights())
-    return learner.state()[0], found
+    return learner.state()[0], results
 
 
 FAST = learner_config(lr=1e-2, warmup_steps=0)
@@ -67,33 +70,33 @@ def test_training_has_the_same_bits_with_and_without_rescoring(kind):
     for share in (0.0, 1.0):
         learner, config = LEARNERS[kind]()
         torch.manual_seed(0)
-        state, found = trained(learner, with_keys(config, rescore_share=share))
+        state, results = trained(learner, with_keys(config, rescore_share=share))
         states.append(state)
-        assert [bool(one.actors) for one in found] == [share > 0] * 3
+        assert [bool(result.actors) for result in results] == [share > 0] * 3
     assert states[0].keys() == states[1].keys()
     for name, tensor in states[0].items():
         assert torch.equal(tensor, states[1][name]), name
 
 
 @pytest.mark.parametrize("kind", ["all weights", "adapters"])
-def test_old_tokens_agree_with_their_own_version_and_not_with_the_current_one(kind):
+def test_old_tokens_agree_with_their_own_version_and_not_with_the_current_version(kind):
     learner, config = LEARNERS[kind]()
-    _, found = trained(learner, with_keys(config, rescore_share=1.0))
-    for number, one in enumerate(found):
-        (actor,) = one.actors.values()
+    _, results = trained(learner, with_keys(config, rescore_share=1.0))
+    for number, result in enumerate(results):
+        (actor,) = result.actors.values()
         assert actor.tokens > 32
         assert actor.mismatch < 1e-5
         assert (actor.staleness or 0.0) > (1e-4 if number else -1)
         assert actor.alarm == ""
-        assert one.metrics["rescored/gone_tokens"] == 0
+        assert result.metrics["rescored/gone_tokens"] == 0
 
 
 def test_tokens_of_a_gone_version_are_counted():
     learner, config = LEARNERS["all weights"]()
-    _, found = trained(learner, with_keys(config, rescore_share=1.0, rescore_bytes=1))
-    assert found[0].metrics["rescored/gone_tokens"] == 0
-    assert found[1].metrics["rescored/gone_tokens"] > 0
-    assert found[1].metrics["rescored/tokens"] == 0
+    _, results = trained(learner, with_keys(config, rescore_share=1.0, rescore_bytes=1))
+    assert results[0].metrics["rescored/gone_tokens"] == 0
+    assert results[1].metrics["rescored/gone_tokens"] > 0
+    assert results[1].metrics["rescored/tokens"] == 0
 
 
 def stale_run(keys, actors, *, steps=5, healed_at=99):
@@ -104,7 +107,7 @@ def stale_run(keys, actors, *, steps=5, healed_at=99):
     rescoring = Rescoring(learner.rescorer, config)
     rescoring.published(0, learner.weights())
     samples = {f"{name}/0": SimpleNamespace(at=1.0) for name in actors}
-    found = []
+    results = []
     for step in range(1, steps + 1):
         rows = rows_of(config, 1)
         parts = np.array_split(np.arange(len(rows)), len(actors))
@@ -118,15 +121,15 @@ def stale_run(keys, actors, *, steps=5, healed_at=99):
                 actor=name,
             )
         ]
-        found.append(rescoring.rescore(learner.version, sampled, {}, samples))
+        results.append(rescoring.rescore(learner.version, sampled, {}, samples))
         learner.step(sampled)
         rescoring.published(step, learner.weights())
-    return rescoring, found
+    return rescoring, results
 
 
 def test_a_stale_actor_is_named_and_expelled(caplog):
-    rescoring, found = stale_run({"rescore_alarm": "expel"}, {"actor-0": False, "actor-1": True})
-    assert found[-1].alarms.keys() == {"actor-1/0"}
+    rescoring, results = stale_run({"rescore_alarm": "expel"}, {"actor-0": False, "actor-1": True})
+    assert results[-1].alarms.keys() == {"actor-1/0"}
     assert rescoring.expelled == {ActorKey("actor-1", 0)}
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert len(lines) == 1
@@ -134,22 +137,22 @@ def test_a_stale_actor_is_named_and_expelled(caplog):
 
 
 def test_all_stale_actors_are_named_and_by_default_only_told():
-    rescoring, found = stale_run({}, {"actor-0": True, "actor-1": True})
-    assert found[-1].alarms.keys() == {"actor-0/0", "actor-1/0"}
-    assert found[-1].metrics["rescored/alarms"] == 2
+    rescoring, results = stale_run({}, {"actor-0": True, "actor-1": True})
+    assert results[-1].alarms.keys() == {"actor-0/0", "actor-1/0"}
+    assert results[-1].metrics["rescored/alarms"] == 2
     assert rescoring.expelled == set()
 
 
 def test_one_skipped_swap_is_told_and_expels_no_actor():
     """Tokens of version 1 came from version 0; those of the later versions are right."""
-    rescoring, found = stale_run({"rescore_alarm": "expel"}, {"actor-0": True}, steps=7, healed_at=3)
-    told = [bool(one.alarms) for one in found]
+    rescoring, results = stale_run({"rescore_alarm": "expel"}, {"actor-0": True}, steps=7, healed_at=3)
+    told = [bool(result.alarms) for result in results]
     assert told[:2] == [False, True]
     assert not any(told[-2:])
     assert rescoring.expelled == set()
 
 
-def test_the_healthy_mean_is_a_metric_and_a_restart_keeps_it():
+def test_the_healthy_mean_is_a_metric_and_survives_a_restart():
     learner, config = LEARNERS["all weights"]()
     config = with_keys(config, rescore_share=1.0)
     rows = stamped(learner, rows_of(config, 1, num_groups=60), 0)
@@ -199,19 +202,19 @@ def test_tokens_after_a_swap_are_not_in_the_mismatch():
         for row in rows
         if row.rollout.num_tokens > 2
     ]
-    found = rescoring.rescore(1, mixed, {(row.rollout.group_id, row.rollout.attempt): 7 for row in mixed}, {})
-    assert found.actors.keys() == {"actor-0/7", "actor-9/4"}
-    assert found.actors["actor-0/7"].mismatch < 1e-5
-    assert found.actors["actor-0/7"].stale_kv > 5
-    assert found.actors["actor-9/4"].stale_kv_tokens == 0
-    assert not found.alarms
+    result = rescoring.rescore(1, mixed, {(row.rollout.group_id, row.rollout.attempt): 7 for row in mixed}, {})
+    assert result.actors.keys() == {"actor-0/7", "actor-9/4"}
+    assert result.actors["actor-0/7"].mismatch < 1e-5
+    assert result.actors["actor-0/7"].stale_kv > 5
+    assert result.actors["actor-9/4"].stale_kv_tokens == 0
+    assert not result.alarms
 
 
 def test_a_share_of_two_rollouts_compares_four_in_every_second_step():
     learner, config = LEARNERS["all weights"]()
     share = 2.05 / len(rows_of(config, 1))
-    _, found = trained(learner, with_keys(config, rescore_share=share), steps=6)
-    assert [bool(one.metrics["rescored/tokens"]) for one in found] == [False, True] * 3
+    _, results = trained(learner, with_keys(config, rescore_share=share), steps=6)
+    assert [bool(result.metrics["rescored/tokens"]) for result in results] == [False, True] * 3
 
 
 def test_a_sharded_learner_says_so_in_one_line(caplog):
@@ -254,15 +257,18 @@ def test_the_divergence_from_the_start_is_that_of_the_published_weights_and_chan
         learner.step(rows)
         rescoring.published(step, learner.weights())
     state, after = learner.state()[0], learner.logprobs_of(rollouts)
-    gaps = [(then - now).astype(float)[one.loss_mask] for then, now, one in zip(before, after, rollouts, strict=True)]
+    gaps = [
+        (then - now).astype(float)[rollout.loss_mask]
+        for then, now, rollout in zip(before, after, rollouts, strict=True)
+    ]
     gaps = np.concatenate(gaps)
-    found = rescoring.divergence(lambda: first, rows)["policy/kl_start"]
-    assert found == pytest.approx((np.exp(gaps) - gaps - 1).mean(), rel=1e-4)
-    assert found > 1e-6
+    divergence = rescoring.divergence(lambda: first, rows)["policy/kl_start"]
+    assert divergence == pytest.approx((np.exp(gaps) - gaps - 1).mean(), rel=1e-4)
+    assert divergence > 1e-6
     for name, tensor in learner.state()[0].items():
         assert torch.equal(tensor, state[name]), name
-    for one, other in zip(after, learner.logprobs_of(rollouts), strict=True):
-        assert np.array_equal(one, other)
+    for logprobs, other in zip(after, learner.logprobs_of(rollouts), strict=True):
+        assert np.array_equal(logprobs, other)
 
 
 def test_without_a_rescorer_or_a_token_there_is_no_divergence():

@@ -54,21 +54,21 @@ def complete(context: RunContext, epoch: int) -> None:
     put_commit(context.store, STEPS, epoch)
 
 
-def test_after_the_last_commit_it_takes_no_epoch_and_loads_nothing(context, monkeypatch):
+def test_after_the_last_commit_a_trainer_takes_no_epoch_and_loads_nothing(context, monkeypatch):
     complete(context, 1)
     monkeypatch.setattr(already_done, "HUB_SECONDS", 0.0)
     start(context)
     assert read_epochs(context.store) == []
 
 
-def test_a_hub_that_lacks_the_last_commit_receives_it(context):
+def test_a_hub_that_lacks_the_last_commit_receives_the_commit(context):
     """Else it would wait for ever, and every actor with it."""
     complete(context, take_epoch(context.store, "trainer", -1).epoch)
     hub = QueueHub()
     server = HubServer(hub, host="127.0.0.1", port=0, token=context.token)
     server.start()
-    found = hub_record(url=server.url, host=socket.gethostname(), beat=time.time())
-    put_record(context.store, HUB_KEY, found)
+    stored_hub = hub_record(url=server.url, host=socket.gethostname(), beat=time.time())
+    put_record(context.store, HUB_KEY, stored_hub)
     start(context)
     assert server.shutdown(60.0)
     (message,) = (message for message in hub.received if isinstance(message, Register))
@@ -84,7 +84,7 @@ def test_a_run_that_is_to_drain_is_not_gone_on_with(context):
 
 
 @pytest.mark.parametrize(("last", "drains"), [(STEPS - 1, False), (-1, True), (-1, False)])
-def test_what_is_left_to_do_is_done(context, last, drains):
+def test_a_trainer_with_steps_or_a_first_commit_to_do_opens_the_run(context, last, drains):
     """A drain before the first commit still leaves a run to go on from."""
     commit_through(context, last)
     if drains:
