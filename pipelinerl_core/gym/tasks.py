@@ -65,7 +65,7 @@ def check_task(task: str) -> None:
     if task not in GATES and task != COMPOSITE:
         raise ConfigError(
             f"prompts.tasks={task}: the scorer of this reasoning-gym task was not reviewed and may execute a model's "
-            "text. Remove the task, or review its scorer and add the task to config/gym_tasks.py"
+            "text. Remove the task, or review its scorer and add the task to gym/tasks.py"
         )
 
 
