@@ -23,6 +23,7 @@ ELSEWHERE = frozenset(
         "PREFECT_SERVER_API_AUTH_STRING",
         "PREFECT_API_AUTH_STRING",
         "OPENAI_",
+        "PREFECT_SERVER_",
         "HTTPS_PROXY",
         "S3FileSystem",
         "triton",
