@@ -13,6 +13,9 @@ from pipelinerl_core.algo.weighting import loss_weights
 from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.types import FinishReason, Outcome, Rollout, TrainingRow
 
+_ROUNDING = 1e-6
+"""Relative difference that a reward in float32 and the weighted sum of its components may have."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AssembledStep:
@@ -93,10 +96,13 @@ def _decoupled(group: Sequence[Rollout], config: RunConfig) -> list[float]:
     weights = _part(group, config).reward.weights
     values = [dict(rollout.reward_components) for rollout in group]
     named = [[of_rollout.get(name, 0.0) for of_rollout in values] for name in weights]
-    rest = [
-        reward - sum(weight * part[i] for weight, part in zip(weights.values(), named, strict=True))
-        for i, reward in enumerate(_rewards(group, config))
-    ]
+    rest = []
+    for i, reward in enumerate(_rewards(group, config)):
+        terms = [weight * part[i] for weight, part in zip(weights.values(), named, strict=True)]
+        left = reward - sum(terms)
+        # Stored rewards are float32: their rounding would be standardized to advantages.
+        is_rounding = abs(left) <= _ROUNDING * (abs(reward) + sum(map(abs, terms)))
+        rest.append(0.0 if is_rounding else left)
     return decoupled([*named, rest], [*weights.values(), 1.0])
 
 

@@ -52,6 +52,17 @@ def test_each_component_is_standardized_in_its_group_and_the_sum_over_the_step()
     assert [row.advantage for row in rows] == pytest.approx(expected(TABLES).tolist(), rel=1e-6)
 
 
+def test_the_rounding_of_stored_rewards_is_no_component():
+    tables = (
+        [{"correct": 1000.3, "short": 0.7}, {"correct": 1000.1, "short": 0.1}, {"correct": 1000.2, "short": 0.4}],
+    )
+    stored = [[replace(rollout, reward=float(np.float32(rollout.reward))) for rollout in group]
+              for group in groups_of(*tables)]  # fmt: skip
+    assert any(left.reward != right.reward for left, right in zip(stored[0], next(groups_of(*tables)), strict=True))
+    rows = assemble_rows(1, stored, load_config("quickstart", OVERRIDES)).rows
+    assert [row.advantage for row in rows] == pytest.approx(expected(tables).tolist(), abs=1e-6)
+
+
 def test_an_overlong_penalty_is_one_more_component():
     config = load_config("quickstart", [*OVERRIDES, "rollouts.max_tokens=12", "reward.overlong_tokens=4"])
     groups = list(groups_of(*TABLES))
