@@ -137,7 +137,7 @@ def as_markdown() -> str:
             "## Options",
             "",
             "What is refused of each option with one value of the settings above, and of two options; all other",
-            "settings have their defaults. The message is that of the first option and the first value. A key that a",
+            "settings have their defaults. The message shows the first option and the first value. A key that a",
             "loss does not read is refused, too ([algorithms](algorithms.md#loss-algolosses-one-file-per-function)).",
             "",
             *_table(["option", "with", "refused with"], _grouped(_option_rows())),

@@ -49,7 +49,7 @@ def total_ess(parts: Sequence[EssTerms]) -> float:
     if num == 0:
         return 1.0
     log_sum, log_sum_of_squares, _ = torch.tensor(parts, dtype=torch.float64).logsumexp(0).tolist()
-    # Rounding may leave the quotient a hair above its bound. A nan stays a nan: min keeps its first argument.
+    # Rounding may leave the quotient slightly above 1. A nan stays a nan, because min keeps its first argument.
     return min(math.exp(2.0 * log_sum - math.log(num) - log_sum_of_squares), 1.0)
 
 
