@@ -18,9 +18,11 @@ from benchmarks.engine_load import random_model, random_rollout
 from benchmarks.sizes import SIZES
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher, num_forward_tokens
+from pipelinerl_core.config.engines import EmbeddedConfig
+from pipelinerl_core.config.learners import TorchConfig
 from pipelinerl_core.config.run import RunConfig
-from pipelinerl_core.config.sections import EngineConfig, RolloutsConfig
-from pipelinerl_core.config.training import LearnerConfig, TrainerConfig
+from pipelinerl_core.config.sections import RolloutsConfig
+from pipelinerl_core.config.training import TrainerConfig
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import ModelDimensions, model_dimensions, prepare_model
 from pipelinerl_core.types import TrainingRow
@@ -114,8 +116,8 @@ def step_of(size: str, pack_tokens: int, *, uneven: bool = False) -> tuple[RunCo
     config = RunConfig(
         trainer=TrainerConfig(groups_per_step=num_groups, pack_tokens=pack_tokens),
         rollouts=RolloutsConfig(group_size=GROUP_SIZE, max_tokens=length),
-        engine=EngineConfig(concurrency=GROUP_SIZE),
-        learner=LearnerConfig(lr=1e-4),
+        engine=EmbeddedConfig(concurrency=GROUP_SIZE),
+        learner=TorchConfig(lr=1e-4),
     )
     groups = [[rollout(group, index) for index in range(GROUP_SIZE)] for group in range(num_groups)]
     return config, assemble_rows(1, groups, config).rows

@@ -18,9 +18,11 @@ from benchmarks.sizes import SIZES
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher, num_forward_tokens
 from pipelinerl_core.batching.pack import Packing, pack
+from pipelinerl_core.config.engines import EmbeddedConfig
+from pipelinerl_core.config.learners import TorchConfig
 from pipelinerl_core.config.run import RunConfig
-from pipelinerl_core.config.sections import EngineConfig, RolloutsConfig
-from pipelinerl_core.config.training import LearnerConfig, TrainerConfig
+from pipelinerl_core.config.sections import RolloutsConfig
+from pipelinerl_core.config.training import TrainerConfig
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import head_weight, hidden_states, prepare_model
 from pipelinerl_core.training.optimizer import make_adam
@@ -56,8 +58,8 @@ class Workload:
             steps=1000, groups_per_step=self.num_groups, pack_tokens=self.pack_tokens, packing=packing
         )
         rollouts = RolloutsConfig(group_size=self.group_size, max_tokens=self.max_tokens)
-        engine = EngineConfig(concurrency=self.group_size)
-        return RunConfig(trainer=trainer, rollouts=rollouts, engine=engine, learner=LearnerConfig(lr=1e-4))
+        engine = EmbeddedConfig(concurrency=self.group_size)
+        return RunConfig(trainer=trainer, rollouts=rollouts, engine=engine, learner=TorchConfig(lr=1e-4))
 
     def groups(self) -> list[list[Rollout]]:
         """Rollouts of random tokens by group; every call returns equal rollouts."""

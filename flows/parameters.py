@@ -7,7 +7,6 @@ from typing import Any, Literal, TypeVar, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from pipelinerl_core.config.kinds import EngineKind, ScheduleKind
 from pipelinerl_core.config.load import variants
 from pipelinerl_core.config.prompts import FILE_SUFFIXES
 
@@ -78,10 +77,14 @@ class Settings(BaseModel):
         None,
         description="local: all roles on the machine of this flow run; work_pools: actors and trainer on work pools.",
     )
-    engine: EngineKind | None = Field(None, description="The inference engine.")
+    engine: str | None = Field(
+        None, description="The inference engine.", json_schema_extra={"enum": list(variants("engine"))}
+    )
     concurrency: int | None = Field(None, ge=1, description="Sequences in flight in each engine.")
-    schedule: ScheduleKind | None = Field(
-        None, description="pipeline: generation and training overlap; conventional and april: they take turns."
+    schedule: str | None = Field(
+        None,
+        description="pipeline: generation and training overlap; conventional and april: they take turns.",
+        json_schema_extra={"enum": list(variants("schedule"))},
     )
     max_lag: int | None = Field(None, ge=0, description="Largest lag of a trained token, in optimizer steps.")
     groups_per_step: int | None = Field(None, ge=1, description="Prompts in one optimizer step.")

@@ -314,7 +314,7 @@ class RunRoles:
     def _evaluator(self, version: str, enough: float | None = None) -> Role:
         """On work pools, an evaluator that needs vLLM or a GPU runs where actors run: this host may have neither."""
         config = self._run.config
-        if self._is_pooled and (config.engine.traits.has_workers or gpus_of(config, EVALUATOR)):
+        if self._is_pooled and (config.engine.has_workers or gpus_of(config, EVALUATOR)):
             name, restarts = f"{EVALUATOR_PREFIX}{version}", config.placement.max_restarts
             parameters = {"run_url": self._run.store.url, "name": name}
             return DeployedRole("actor/actor", parameters, name, restarts, job_variables(config, ACTOR))

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from pipelinerl_core.config.load import kinds_of, variants
 from pipelinerl_core.config.losses import AdvantageKind, Normalization
-from pipelinerl_core.config.sections import ScheduleConfig
+from pipelinerl_core.config.schedules import ScheduleSection
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.resolve import build_config
 
@@ -24,7 +24,7 @@ AXES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "loss.kind": tuple(kind for kind in variants("loss") if kind != "custom"),
         "loss.advantage": tuple(kind for kind in get_args(AdvantageKind) if kind not in ("decoupled", "custom")),
         "loss.normalization": get_args(Normalization),
-        "schedule.stale": get_args(ScheduleConfig.model_fields["stale"].annotation),
+        "schedule.stale": get_args(ScheduleSection.model_fields["stale"].annotation),
         "rollouts.filter_zero_variance": (False, True),
     }
 )
@@ -87,7 +87,7 @@ def refusal(settings: Settings) -> str:
 
 def accepts_key(settings: Settings, key: str) -> bool:
     """Whether the kind of loss in the settings has the key."""
-    kinds = kinds_of(key)
+    kinds = kinds_of(key) if key.startswith("loss.") else []
     return not kinds or settings.get("loss.kind", AXES["loss.kind"][0]) in kinds
 
 

@@ -11,12 +11,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from pipelinerl_core.config.prompts import RowPrompts
 from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.errors import ConfigError
 
-# Sections whose keys depend on their `kind`.
-_UNIONS = ("prompts", "loss")
 RESUMABLE = (
     "trainer.ranks",
     "trainer.threads",
@@ -58,16 +55,17 @@ def preset_names() -> list[str]:
 
 def read_values(source: str, overrides: typing.Sequence[str] = ()) -> dict[str, Any]:
     """The values of a preset name or TOML file, with `section.key=value` overrides; raises ConfigError."""
-    values = _read(source)
-    for override in overrides:
-        _apply(values, override)
-    return values
+    return _overridden(_read(source), overrides)
 
 
 def with_overrides(config: RunConfig, overrides: typing.Sequence[str]) -> dict[str, Any]:
     """The values of a configuration with `section.key=value` overrides; raises ConfigError."""
-    values = config.model_dump(mode="json")
-    for override in overrides:
+    return _overridden(config.model_dump(mode="json"), overrides)
+
+
+def _overridden(values: dict[str, Any], overrides: typing.Sequence[str]) -> dict[str, Any]:
+    """Kinds first, because a new kind clears the keys of the old kind."""
+    for override in sorted(overrides, key=lambda override: not override.partition("=")[0].endswith(".kind")):
         _apply(values, override)
     return values
 
@@ -141,25 +139,32 @@ def _apply(values: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
+    set_value(values, key, value)
+
+
+def set_value(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set one dotted key in place; a new kind of a section removes the keys of the old kind."""
     *path, last = key.split(".")
     table = values
     for part in path:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"{override}: {part} is a value, not a section")
-    if path and path[0] in _UNIONS and last == "kind" and table.get("kind") not in (None, value):
-        kept = _kept(path[0], str(table.get("kind")), str(value), table)
-        table.clear()  # the new kind does not accept keys of the old kind
-        table.update(kept)
+            raise ConfigError(f"{key}: {part} is a value, not a section")
+    if len(path) == 1 and last == "kind" and (kinds := variants(path[0])):
+        old = kinds.get(str(table.get("kind")), next(iter(kinds.values())))
+        for name in _replaced(path[0], old, kinds.get(str(value), old), table):
+            del table[name]
     table[last] = value
 
 
-def _kept(section: str, old: str, new: str, table: dict[str, Any]) -> dict[str, Any]:
-    """The keys that a change of a section's kind keeps: columns and template, if both kinds are rows of a table."""
-    kinds = variants(section)
-    if not all(kind in kinds and issubclass(kinds[kind], RowPrompts) for kind in (old, new)):
-        return {}
-    return {key: value for key, value in table.items() if key in RowPrompts.model_fields and key != "path"}
+def _replaced(section: str, old: type[BaseModel], new: type[BaseModel], table: dict[str, Any]) -> list[str]:
+    """The keys that a change of a section's kind removes: keys that only the old kind has, and the path.
+
+    A loss has its paper's defaults, so another loss keeps nothing."""
+    if old is new:
+        return []
+    kept = set() if section == "loss" and "kind" in table else set(new.model_fields) - {"path"}
+    return [name for name in table if name in old.model_fields and name not in kept]
 
 
 def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
@@ -169,7 +174,7 @@ def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
         return _hint(dotted, values)
     if detail["type"] == "missing":
         return f"{dotted}: not set. Set {dotted}, or another {location[0]}.kind"
-    if dotted in _UNIONS and detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
+    if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
         given = detail["input"]
         kind = _printable(str(given.get("kind", "") if isinstance(given, dict) else given))
         return f"{dotted}.kind={kind}: must be {_one_of(variants(dotted))}"
@@ -189,7 +194,7 @@ def _printable(text: str) -> str:
 
 def _without_tags(location: list[str], values: dict[str, Any]) -> list[str]:
     """Drop the union tags that pydantic puts into a location (prompts.sums.lengths -> prompts.lengths)."""
-    if len(location) > 1 and location[0] in _UNIONS and location[1] not in values.get(location[0], {}):
+    if len(location) > 1 and location[1] in variants(location[0]) and location[1] not in values.get(location[0], {}):
         return [location[0], *location[2:]]
     return location
 
@@ -197,7 +202,8 @@ def _without_tags(location: list[str], values: dict[str, Any]) -> list[str]:
 def _hint(unknown: str, values: dict[str, Any]) -> str:
     """What is wrong with an unknown key: the kind of its section or its name."""
     if unknown in known_keys():
-        return f"{unknown} {_needs(unknown, values)}"
+        remedy = f"Set {unknown.partition('.')[0]}.kind={kinds_of(unknown)[0]}, or remove {unknown}"
+        return f"{unknown} {_needs(unknown, values)}. {remedy}"
     section, _, name = unknown.partition(".")
     if section == "mixture":
         name = f"<name>.{name.partition('.')[2]}"
@@ -235,8 +241,10 @@ def _nearest(name: str, known: typing.Iterable[str]) -> str:
 
 def variants(section: str) -> dict[str, type[BaseModel]]:
     """Kind -> model of a section whose keys depend on its kind; empty for any other section."""
-    models = _models(RunConfig.model_fields[section].annotation) if section in _UNIONS else []
-    return {model.model_fields["kind"].default: model for model in models if issubclass(model, BaseModel)}
+    field = RunConfig.model_fields.get(section)
+    if field is None or field.discriminator is None:
+        return {}
+    return {model.model_fields["kind"].default: model for model in _models(field.annotation)}
 
 
 def kinds_of(key: str) -> list[str]:
@@ -256,22 +264,20 @@ def fields() -> list[tuple[str, FieldInfo]]:
     """(dotted key, field) of every leaf, in order of declaration; variants of a union share their section's name."""
     leaves: dict[str, FieldInfo] = {}
     for section, info in RunConfig.model_fields.items():
-        models = [model for model in _models(info.annotation) if issubclass(model, BaseModel)]
+        models = _models(info.annotation)
         prefix = f"{section}.<name>" if section == "mixture" else section
         if not models:
             leaves[section] = info
         for model in models:
-            for name, leaf in model.model_fields.items():
+            for name, leaf in sorted(model.model_fields.items(), key=lambda pair: pair[0] != "kind"):
                 leaves.setdefault(f"{prefix}.{name}", leaf)
     return list(leaves.items())
 
 
-def _models(annotation: Any) -> list[type]:
-    """The classes of an annotation: itself, or the members of its union."""
-    members = typing.get_args(annotation)
-    if members:
-        return [model for member in members for model in _models(member)]
-    return [annotation] if isinstance(annotation, type) else []
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """The sections of an annotation: itself, or the members of its union."""
+    members = typing.get_args(annotation) or (annotation,)
+    return [member for member in members if isinstance(member, type) and issubclass(member, BaseModel)]
 
 
 def as_toml(config: RunConfig) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from pipelinerl_core.config.section import Section
+from pipelinerl_core.config.section import Section, default_kind
 
 Normalization = Literal["token", "sequence", "prompt", "constant"]
 AdvantageKind = Literal[
@@ -230,10 +230,6 @@ class CustomLoss(_Loss):
     Checked before the start."""
 
 
-def _with_kind(value: Any) -> Any:
-    return {"kind": "reinforce", **value} if isinstance(value, dict) else value
-
-
 LossConfig = Annotated[
     ReinforceLoss
     | CispoLoss
@@ -249,5 +245,5 @@ LossConfig = Annotated[
     | SequenceProductLoss
     | CustomLoss,
     Field(discriminator="kind"),
-    BeforeValidator(_with_kind),
+    BeforeValidator(default_kind("reinforce")),
 ]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from pipelinerl_core.config.section import Section
 
@@ -126,6 +126,3 @@ PromptsConfig = Annotated[
     SumsPrompts | LargestNumberPrompts | ReasoningGymPrompts | EnvironmentPrompts | FilePrompts | HuggingFacePrompts,
     Field(discriminator="kind"),
 ]
-
-
-PROMPTS: TypeAdapter[PromptsConfig] = TypeAdapter(PromptsConfig)

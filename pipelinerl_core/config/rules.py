@@ -8,7 +8,8 @@ import re
 
 from pydantic import ValidationError
 
-from pipelinerl_core.config.settings import Settings
+from pipelinerl_core.config.environments import CodeEnvironment
+from pipelinerl_core.config.settings import Settings, TaskSections
 
 MIN_KEPT_VERSIONS = 4
 """Smallest weights.keep, except 0: two steps may be uncommitted, and a trainer may start from the step before."""
@@ -36,10 +37,10 @@ def explain_schedule(config: Settings) -> list[str]:
     schedule, num = config.schedule, config.trainer.groups_per_step
     window = f"window W = (max_lag + 1) * groups_per_step = ({schedule.max_lag} + 1) * {num} = {config.window_groups}"
     full = f"{groups_in_flight(config)} groups fill the slots"
-    if schedule.traits.has_phases:
+    if schedule.has_phases:
         phase = schedule.steps_per_phase
         return [f"{schedule.kind}: {phase} x {num} = {phase * num} groups, then {phase} steps; {full}"]
-    if schedule.traits.leases_more:
+    if schedule.leases_more:
         outstanding = math.ceil(schedule.alpha * num)
         return [
             f"{schedule.kind}: {schedule.alpha:g} x {num} = {outstanding} groups in flight, a step at {num}; {full}"
@@ -103,9 +104,12 @@ def _task_problem(config: Settings) -> str | None:
 def _section_problem(error: ValidationError) -> str:
     """The first mistake in the prompts of a set of eval.sets, or in a section of a part of the mixture."""
     detail = error.errors()[0]
-    kind, *key = ("", *map(str, detail["loc"])) if "Config" in error.title else map(str, detail["loc"] or ("",))
+    section, *key = map(str, detail["loc"])
+    owner = section
+    if key and TaskSections.model_fields[section].discriminator:
+        kind, *key = key
+        owner = f"{section}.kind={kind}"
     if detail["type"] == "extra_forbidden":
-        owner = f"prompts.kind={kind}" if kind else error.title.removesuffix("Config").lower()
         return f"{'.'.join(key)}: no key of {owner}"
     return f"{'.'.join(key) or 'kind'}: {detail['msg'].lower()}"
 
@@ -145,22 +149,12 @@ def _eval_problem(config: Settings) -> str | None:
 
 def _engine_problem(config: Settings) -> str | None:
     engine = config.engine
-    if engine.deterministic and not engine.traits.fixes_shapes:
-        return (
-            f"engine.deterministic=true fixes tensor shapes, which engine.kind={engine.kind} cannot. "
-            "Set engine.kind=embedded"
-        )
-    if config.emulation.accelerators and not engine.traits.has_clock:
+    if config.emulation.accelerators and not engine.has_clock:
         return "emulation.accelerators requires the embedded engine. Set engine.kind=embedded"
-    if config.weights.traits.is_broadcast and not engine.traits.has_workers:
+    if config.weights.is_broadcast and not engine.has_workers:
         return (
             f"weights.transport=nccl broadcasts to the workers of engines, but engine.kind={engine.kind} has no "
             "workers. Set weights.transport=shm, or engine.kind=vllm"
-        )
-    if engine.tensor_parallel * engine.data_parallel > 1 and not engine.traits.has_workers:
-        return (
-            f"engine.tensor_parallel={engine.tensor_parallel}, engine.data_parallel={engine.data_parallel} are for "
-            "engine.kind=vllm. Set engine.kind=vllm, or both to 1"
         )
     return None
 
@@ -189,29 +183,23 @@ def _window_problem(config: Settings) -> str | None:
 def _schedule_problem(config: Settings) -> str | None:
     schedule = config.schedule
     kind, phase, alpha, max_lag = schedule.kind, schedule.steps_per_phase, schedule.alpha, schedule.max_lag
-    traits = schedule.traits
-    if traits.has_phases and phase > max_lag + 1:
+    if phase > max_lag + 1:
         return (
             f"schedule.steps_per_phase={phase} trains rollouts that are up to {phase - 1} steps old, but "
             f"schedule.max_lag={max_lag}. Set schedule.max_lag={phase - 1}, or schedule.steps_per_phase={max_lag + 1}"
         )
-    if not traits.has_phases and phase > 1:
-        return (
-            f"schedule.steps_per_phase={phase}: schedule.kind={kind} has no phases. Set schedule.kind=conventional, "
-            "or schedule.steps_per_phase=1"
-        )
-    if traits.leases_more and alpha > max_lag + 1:
+    if alpha > max_lag + 1:
         return (
             f"schedule.alpha={alpha:g} keeps up to {alpha:g} steps' worth of groups, the last of which is trained at "
             f"a lag of {math.ceil(alpha) - 1}, but schedule.max_lag={max_lag}. Set schedule.max_lag="
             f"{math.ceil(alpha) - 1}, or schedule.alpha to at most {max_lag + 1}"
         )
-    if traits.leases_more and schedule.stale == "wait":
+    if schedule.leases_more and schedule.stale == "wait":
         return (
             "schedule.stale=wait waits for unfinished groups, but schedule.kind=april never waits for them. "
             "Set schedule.stale=mask or drop"
         )
-    if traits.leases_more and config.engine.kv == "drain":
+    if schedule.leases_more and config.engine.kv == "drain":
         return (
             "engine.kv=drain finishes the running sequences before a swap, but schedule.kind=april swaps while "
             "sequences are paused. Set engine.kv=keep or recompute"
@@ -310,7 +298,7 @@ def _own_objective_problem(config: Settings) -> str | None:
             "Set loss.advantage=custom, or remove them"
         )
     for key, location in loss.own_functions.items():
-        if not _names_function(location):
+        if not _names_object(location):
             return (
                 f"{key}={location}: names no function. Write FILE.py:FUNCTION, for example my_loss.py:loss, or "
                 "package.module:FUNCTION"
@@ -318,7 +306,7 @@ def _own_objective_problem(config: Settings) -> str | None:
     return None
 
 
-def _names_function(location: str) -> bool:
+def _names_object(location: str) -> bool:
     place, _, name = location.rpartition(":")
     return name.isidentifier() and (place.endswith(".py") or place.replace(".", "").isidentifier())
 
@@ -341,7 +329,7 @@ def _reward_problem(config: Settings) -> str | None:
                 "Set reward.function too, or environment.path and the keys of its section"
             )
         return _weights_of_reward_problem(config)
-    if not _names_function(reward.function):
+    if not _names_object(reward.function):
         return (
             f"reward.function={reward.function}: names no function. Write FILE.py:FUNCTION, for example "
             "my_rewards.py:score, or package.module:FUNCTION"
@@ -370,8 +358,6 @@ def _variables_problem(key: str, names: tuple[str, ...]) -> str | None:
 
 def _environment_problem(config: Settings) -> str | None:
     environment, reward = config.environment, config.reward
-    if problem := _environment_kind_problem(config):
-        return problem
     if not environment.path:
         if environment != type(environment)():
             keys = ", ".join(f"environment.{key}" for key in environment.model_dump(exclude_defaults=True))
@@ -379,19 +365,12 @@ def _environment_problem(config: Settings) -> str | None:
         if config.prompts.from_environment:
             return "prompts.kind=environment: environment.path is empty. Set environment.path to FILE.py:CLASS"
         return None
-    if environment.path == "builtin:code" or environment.kind == "code":
-        if environment.path != "builtin:code":
-            return (
-                f"environment.kind=code and environment.path={environment.path} both choose the environment. Remove "
-                "one of them"
-            )
-        if environment.isolation == "none":
-            return (
-                "environment.isolation=none, but environment.kind=code runs programs of a model. Remove "
-                "environment.isolation"
-            )
-    location, _, name = environment.path.rpartition(":")
-    if not name.isidentifier() or not (location.endswith(".py") or location.replace(".", "").isidentifier()):
+    if environment.path == CodeEnvironment().path and environment.isolation == "none":
+        return (
+            f"environment.isolation=none, but environment.path={environment.path} runs programs of a model. Remove "
+            "environment.isolation"
+        )
+    if not _names_object(environment.path):
         return (
             f"environment.path={environment.path}: names no class. Write FILE.py:CLASS, for example my_env.py:Guess, "
             "or package.module:CLASS, or builtin:NAME"
@@ -399,60 +378,19 @@ def _environment_problem(config: Settings) -> str | None:
     if not environment.is_judged and (reward.function or reward.kind != "auto"):
         chosen = f"reward.function={reward.function}" if reward.function else f"reward.kind={reward.kind}"
         return f"environment.path scores its episodes, and {chosen} chooses a verifier. Remove one of them"
-    return _variables_problem("environment.variables", environment.variables)
-
-
-def _environment_kind_problem(config: Settings) -> str | None:
-    environment = config.environment
-    given = environment.model_dump(exclude_defaults=True)
-    own = [key for key in ("id", "python", "harness") if key in given]
-    if environment.kind != "verifiers" and own:
-        return f"environment.{own[0]} is for environments of verifiers. Set environment.kind=verifiers too"
-    if environment.kind == "verifiers":
-        return _verifiers_problem(config)
-    if environment.kind != "command":
-        keys = [key for key in ("command", "preload", "programs", "reward") if key in given]
-        return f"environment.{keys[0]} is for agent programs. Set environment.kind=command too" if keys else None
-    if not environment.command:
-        return 'environment.kind=command: environment.command is empty. Set it, for example ["python", "agent.py"]'
-    if environment.path != f"builtin:{environment.kind}":
-        return f"environment.kind={environment.kind} has no class. Remove environment.path={environment.path}"
-    if config.prompts.from_environment or environment.options:
-        key = "environment.options" if environment.options else "prompts.kind=environment"
-        return f"{key}: an agent program has no tasks and options of its own. Set prompts.kind=file, for example"
-    if environment.preload and (len(environment.command) < 2 or not environment.command[1].endswith(".py")):
+    if config.prompts.from_environment and not environment.has_tasks:
+        return "prompts.kind=environment: an agent program has no tasks. Set prompts.kind=file, for example"
+    if environment.needs_own_tasks and not config.prompts.from_environment:
         return (
-            "environment.preload is for a command that runs a Python file. Set environment.command to "
-            '["python", "FILE.py", ...], or remove environment.preload'
-        )
-    return None
-
-
-def _verifiers_problem(config: Settings) -> str | None:
-    environment = config.environment
-    given = environment.model_dump(exclude_defaults=True)
-    if not environment.id:
-        return "environment.kind=verifiers: environment.id is empty. Set it to the name of an installed taskset"
-    if keys := [key for key in ("command", "preload", "reward") if key in given]:
-        return f"environment.{keys[0]} is for agent programs, not for environment.kind=verifiers. Remove it"
-    if environment.path != "builtin:verifiers":
-        return f"environment.kind=verifiers has no class. Remove environment.path={environment.path}"
-    if not config.prompts.from_environment:
-        return (
-            f"environment.kind=verifiers has tasks of its own, but prompts.kind={config.prompts.kind}. Set "
+            f"environment.kind={environment.kind} has tasks of its own, but prompts.kind={config.prompts.kind}. Set "
             "prompts.kind=environment"
         )
-    return None
+    return _variables_problem("environment.variables", environment.variables)
 
 
 def _learner_problem(config: Settings) -> str | None:
     learner = config.learner
-    if not learner.traits.splits_state and (learner.zero_stage or learner.offload != "none"):
-        return (
-            f"learner.zero_stage={learner.zero_stage}, learner.offload={learner.offload} are for "
-            "learner.kind=deepspeed. Set learner.kind=deepspeed, or remove both"
-        )
-    if learner.traits.splits_state and not learner.zero_stage and config.model.dtype == "bfloat16":
+    if learner.splits_state and not learner.zero_stage and config.model.dtype == "bfloat16":
         return (
             "model.dtype=bfloat16 needs float32 master weights, which learner.zero_stage=0 does not keep. "
             "Set learner.zero_stage to at least 1"
@@ -490,7 +428,7 @@ def _weights_problem(config: Settings) -> str | None:
             f"weights.keep={config.weights.keep}: an actor or a starting trainer may still read one of the newest "
             f"{MIN_KEPT_VERSIONS} versions. Set weights.keep={MIN_KEPT_VERSIONS} or more, or 0 to keep all versions"
         )
-    if config.weights.traits.is_broadcast and config.placement.share_gpu:
+    if config.weights.is_broadcast and config.placement.share_gpu:
         return (
             "weights.transport=nccl broadcasts between GPUs, but placement.share_gpu=true gives trainer and actor "
             "the same GPU. Set weights.transport=shm"
@@ -502,7 +440,7 @@ def _weights_problem(config: Settings) -> str | None:
             "weights.content=adapters publishes adapters only, but learner.lora_rank=0 trains no adapters. "
             "Set learner.lora_rank too, or weights.content=merged"
         )
-    if config.weights.traits.is_broadcast:
+    if config.weights.is_broadcast:
         return (
             "weights.transport=nccl broadcasts weights that vLLM's workers load directly, but "
             "weights.content=adapters must be merged first. Set weights.transport=shm or object_store, "

@@ -1,6 +1,7 @@
 """The base of every section of the configuration."""
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -13,3 +14,8 @@ class Section(BaseModel):
     """A frozen section: unknown keys are errors, the text under a field is its help."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+def default_kind(kind: str) -> Callable[[Any], Any]:
+    """A validator that gives a section without a `kind` this one."""
+    return lambda value: {"kind": kind, **value} if isinstance(value, dict) else value

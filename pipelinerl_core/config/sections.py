@@ -5,17 +5,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from pipelinerl_core.config.kinds import (
-    ENGINE_TRAITS,
-    SCHEDULE_TRAITS,
-    TRANSPORT_TRAITS,
-    EngineKind,
-    EngineTraits,
-    ScheduleKind,
-    ScheduleTraits,
-    Transport,
-    TransportTraits,
-)
 from pipelinerl_core.config.mlflow_login import take_login
 from pipelinerl_core.config.section import Auto, Section
 
@@ -61,83 +50,10 @@ class RolloutsConfig(Section):
     a value head, a KL term or an entropy bonus, whose gradient would be lost."""
 
 
-class EngineConfig(Section):
-    """The engine inside each actor."""
-
-    kind: EngineKind = "embedded"
-    """embedded: this project's engine, CPU, any transformers decoder with full attention; vllm: vLLM, GPUs or CPU."""
-    concurrency: int = Field(64, ge=1)
-    """Sequences that an actor generates at once (its slots). Raise for throughput; more sequences raise the lag."""
-    kv: Literal["keep", "recompute", "drain"] = "keep"
-    """KV cache of running sequences when new weights arrive. keep: keep the cache, shortest pause; recompute: compute
-    the cache with the new weights; drain: finish the running sequences first."""
-    pace: bool = True
-    """embedded: slow the engine down while more than groups_per_step finished groups wait for the trainer, which
-    lowers the lag at full slots. Unset to measure the engine's full speed."""
-    deterministic: bool = False
-    """embedded: fix all tensor shapes, so that a sequence's tokens do not depend on the other sequences in the batch.
-    Set for reproducible rollouts (slower; float32 only)."""
-    tensor_parallel: int = Field(1, ge=1)
-    """vllm: accelerators over which one copy of the model is sharded. Raise if the model does not fit one GPU."""
-    data_parallel: int = Field(1, ge=1)
-    """vllm: copies of the model in one actor. Raise to use more GPUs per actor."""
-    kv_gigabytes: float = Field(0, ge=0)
-    """vllm: size of the KV cache in GiB; 0: what memory_share leaves on a GPU, 1 GiB on a CPU. Raise if a CPU engine
-    preempts sequences."""
-    memory_share: float = Field(0, ge=0, lt=1)
-    """vllm: share of a GPU's memory for weights, KV cache and working memory of the engine; 0: 0.9, or 0.4 with
-    placement.share_gpu. Lower if the engine runs out of memory at its start."""
-    batched_tokens: int = Field(0, ge=0)
-    """vllm: tokens of one engine step at most, prompts included; 0: vLLM chooses. Lower if long prompts delay running
-    sequences or use up the working memory, raise for prompt throughput."""
-    prefix_cache: bool = True
-    """vllm: keep the KV cache of prompts for the other rollouts of a group and for later turns. Unset only to
-    measure."""
-    compile: Literal["auto", "always", "never"] = "auto"
-    """vllm: compile the model and capture CUDA graphs, faster decoding for minutes of start time; auto: only on GPUs.
-    Set never for short tests."""
-    stream_interval: int = Field(16, ge=1)
-    """vllm: tokens between two outputs of a sequence, which are lost if the engine core crashes. Lower to lose less,
-    raise for less overhead."""
-
-    @property
-    def traits(self) -> EngineTraits:
-        """Of the kind."""
-        return ENGINE_TRAITS[self.kind]
-
-
-class ScheduleConfig(Section):
-    """When groups are leased, trained and dropped (docs/scheduling.md)."""
-
-    kind: ScheduleKind = "pipeline"
-    """pipeline: generation and training run at the same time; conventional: they alternate, steps_per_phase optimizer
-    steps at a time; april: they alternate, with more groups in flight than a step needs; unfinished groups continue
-    after the step."""
-    max_lag: int = Field(4, ge=0)
-    """Largest lag of a trained token: optimizer steps between its weights and the weights being trained; 0:
-    synchronous training. Raise for throughput, lower for more on-policy data."""
-    stale: Literal["mask", "drop", "wait"] = "mask"
-    """Tokens beyond max_lag. mask: mask the tokens out of the loss; drop: drop the whole group; wait: the trainer
-    waits for groups that would become stale, at most wait_seconds per step, then masks."""
-    wait_seconds: float = Field(5.0, gt=0)
-    """stale=wait: seconds that one optimizer step waits at most."""
-    alpha: float = Field(1.5, ge=1)
-    """april: groups in flight or ready after each step, as a multiple of groups_per_step; at most max_lag + 1. Raise
-    if engines run out of sequences before a step's groups are complete."""
-    steps_per_phase: int = Field(1, ge=1)
-    """conventional: optimizer steps per generation phase; at most max_lag + 1. Raise for fewer phases, at more
-    lag."""
-
-    @property
-    def traits(self) -> ScheduleTraits:
-        """Of the kind."""
-        return SCHEDULE_TRAITS[self.kind]
-
-
 class WeightsConfig(Section):
     """How weight versions reach the actors."""
 
-    transport: Transport = "shm"
+    transport: Literal["shm", "object_store", "nccl"] = "shm"
     """shm: shared memory, for one host; object_store: the run's object store, any number of hosts; nccl: one
     broadcast from the trainer's memory to vLLM's workers (over gloo on hosts without a GPU)."""
     broadcast_seconds: float = Field(60.0, gt=0)
@@ -161,9 +77,14 @@ class WeightsConfig(Section):
     evaluate or export more old versions; lower for a large model."""
 
     @property
-    def traits(self) -> TransportTraits:
-        """Of the transport."""
-        return TRANSPORT_TRAITS[self.transport]
+    def uses_shared_memory(self) -> bool:
+        """Versions lie in the shared memory of one host."""
+        return self.transport == "shm"
+
+    @property
+    def is_broadcast(self) -> bool:
+        """Versions go from the trainer's memory to the workers of engines, which load them without merging."""
+        return self.transport == "nccl"
 
 
 class CheckpointConfig(Section):

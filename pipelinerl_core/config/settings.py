@@ -5,32 +5,42 @@ from typing import Any, Self
 
 from pydantic import Field
 
+from pipelinerl_core.config.engines import EmbeddedConfig, EngineConfig
+from pipelinerl_core.config.environments import ClassEnvironment, EnvironmentConfig
 from pipelinerl_core.config.interleave import Interleave
+from pipelinerl_core.config.learners import LearnerConfig, TorchConfig
 from pipelinerl_core.config.losses import LossConfig, ReinforceLoss
 from pipelinerl_core.config.mixture import MixturePart
-from pipelinerl_core.config.prompts import PROMPTS, PromptsConfig, SumsPrompts
-from pipelinerl_core.config.scoring import ENVIRONMENT, EnvironmentConfig, RewardConfig
+from pipelinerl_core.config.prompts import PromptsConfig, SumsPrompts
+from pipelinerl_core.config.schedules import PipelineSchedule, ScheduleConfig
+from pipelinerl_core.config.scoring import RewardConfig
 from pipelinerl_core.config.section import Dtype, Section
 from pipelinerl_core.config.sections import (
     CheckpointConfig,
     EmulationConfig,
-    EngineConfig,
     EvalConfig,
     ModelConfig,
     PlacementConfig,
     RolloutsConfig,
-    ScheduleConfig,
     StoreConfig,
     TrackingConfig,
     WeightsConfig,
 )
-from pipelinerl_core.config.training import LearnerConfig, TrainerConfig
+from pipelinerl_core.config.training import TrainerConfig
 
 MIN_EVAL_STEPS = 20
 """With eval.every_steps=0, runs of fewer steps are not evaluated during training."""
 EVALS_PER_RUN = 10
 # Estimate for Qwen2.5 in bfloat16: a token has 3 MB of activations at 1.5B and 7 MB at 7B, of an H100's 80 GB.
 LONG_PACK_TOKENS = 8192
+
+
+class TaskSections(Section):
+    """The sections that a part of a mixture or a set of eval.sets may replace."""
+
+    prompts: PromptsConfig = SumsPrompts()
+    reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = ClassEnvironment()
 
 
 class Settings(Section):
@@ -42,13 +52,13 @@ class Settings(Section):
     model: ModelConfig = ModelConfig()
     prompts: PromptsConfig = SumsPrompts()
     reward: RewardConfig = RewardConfig()
-    environment: EnvironmentConfig = EnvironmentConfig()
+    environment: EnvironmentConfig = ClassEnvironment()
     mixture: dict[str, MixturePart] = Field({})
     rollouts: RolloutsConfig = RolloutsConfig()
-    engine: EngineConfig = EngineConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
+    engine: EngineConfig = EmbeddedConfig()
+    schedule: ScheduleConfig = PipelineSchedule()
     trainer: TrainerConfig = TrainerConfig()
-    learner: LearnerConfig = LearnerConfig()
+    learner: LearnerConfig = TorchConfig()
     loss: LossConfig = ReinforceLoss()
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -66,12 +76,12 @@ class Settings(Section):
     @property
     def takes_turns(self) -> bool:
         """Whether the engines pause while the trainer steps."""
-        return self.schedule.traits.takes_turns
+        return self.schedule.takes_turns
 
     @property
     def paces_engines(self) -> bool:
         """Whether engines slow down for the trainer."""
-        return self.engine.pace and self.engine.traits.has_clock and not self.takes_turns
+        return self.engine.pace and not self.takes_turns
 
     @property
     def trainer_threads(self) -> int:
@@ -115,7 +125,7 @@ class Settings(Section):
     def evaluates_on_actors(self) -> bool:
         """Whether the evaluations during training use the engine of an actor."""
         if self.eval.on == "auto":
-            return self.engine.traits.has_workers or self.placement.kind == "work_pools"
+            return self.engine.has_workers or self.placement.kind == "work_pools"
         return self.eval.on == "actors"
 
     @property
@@ -137,11 +147,11 @@ class Settings(Section):
         part, changes = self.mixture[name], dict[str, Any](mixture={})
         if part.prompts:
             own = {"kind": self.prompts.kind, "system": self.prompts.system}
-            changes["prompts"] = PROMPTS.validate_python({**own, **part.prompts})
+            changes["prompts"] = TaskSections.model_validate({"prompts": {**own, **part.prompts}}).prompts
         if part.reward:
-            changes["reward"] = RewardConfig.model_validate(part.reward)
+            changes["reward"] = TaskSections.model_validate({"reward": part.reward}).reward
         if part.environment:
-            changes["environment"] = ENVIRONMENT.validate_python(part.environment)
+            changes["environment"] = TaskSections.model_validate({"environment": part.environment}).environment
         if part.max_tokens:
             changes["rollouts"] = self.rollouts.model_copy(update={"max_tokens": part.max_tokens})
         return self.model_copy(update=changes)
@@ -157,9 +167,9 @@ class Settings(Section):
         kind = changes.get("kind", own["kind"])
         if kind != own["kind"]:
             own = {"system": own["system"]}
-        prompts = PROMPTS.validate_python({**own, **changes})
+        prompts = TaskSections.model_validate({"prompts": {**own, **changes}}).prompts
         if held_out := prompts.held_out_in(changes):  # another file or split is held out as a whole
-            prompts = PROMPTS.validate_python({**own, **held_out, **changes})
+            prompts = TaskSections.model_validate({"prompts": {**own, **held_out, **changes}}).prompts
         sets = {"eval": self.eval.model_copy(update={"sets": {}})}
         return self.model_copy(update={"prompts": prompts, "mixture": {}, **sets})
 
@@ -181,12 +191,12 @@ class Settings(Section):
     @property
     def skips_backward(self) -> bool:
         """Whether rollouts whose advantage is 0 are computed without a backward pass."""
-        return self.trainer.skip_zero_advantage and self.learner.traits.plans_packs and not self.other_term
+        return self.trainer.skip_zero_advantage and self.learner.plans_packs and not self.other_term
 
     @property
     def stays_on_cpu(self) -> bool:
         """Whether learner and embedded engine compute on the CPU even where there is a GPU."""
-        return self.model.device == "cpu" or (self.model.device == "auto" and not self.engine.traits.has_workers)
+        return self.model.device == "cpu" or (self.model.device == "auto" and not self.engine.has_workers)
 
     def checkpoints_activations(self, device_type: str) -> bool:
         """Whether the learner on a device ("cpu", "cuda") recomputes activations instead of storing them."""
@@ -224,9 +234,7 @@ class Settings(Section):
 
     def phase_end(self, step: int) -> int:
         """Last step of the phase of `step` (1, 2, ...); a phase publishes only the version of its last step."""
-        every = self.weights.publish_every
-        if self.schedule.traits.has_phases:
-            every = self.schedule.steps_per_phase
+        every = self.schedule.steps_per_phase if self.schedule.has_phases else self.weights.publish_every
         return min(-(-step // every) * every, self.trainer.steps)
 
     def publishes(self, step: int) -> bool:

@@ -1,8 +1,7 @@
 """The engines by `engine.kind`.
 
-To add an engine: a folder beside `embedded` and `vllm`, its kind in config/sections.py, its traits in
-config/kinds.py, a function here, and the line of the function in ENGINES. The function imports the engine, so a run
-imports its own engine only.
+To add an engine: a folder beside `embedded` and `vllm`, its section in config/engines.py, a function here, and the
+line of the function in ENGINES. The function imports the engine, so a run imports its own engine only.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -14,7 +13,7 @@ from types import MappingProxyType
 import torch
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.config.kinds import INSTALL
+from pipelinerl_core.config.engines import VllmConfig
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import Engine, StepClock
 
@@ -53,7 +52,7 @@ async def _embedded(config: RunConfig, start: EngineStart) -> Engine:
 
 async def _vllm(config: RunConfig, start: EngineStart) -> Engine:
     if find_spec("vllm") is None:
-        raise ConfigError(INSTALL["vllm"])
+        raise ConfigError(VllmConfig.install)
     from pipelinerl_core.engine.vllm.load import start_vllm_engine
 
     return await start_vllm_engine(

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from pipelinerl_core.config.environments import CommandEnvironment, VerifiersEnvironment
 from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.environments.process import EnvironmentProcess, EnvironmentSpec, Loaded
@@ -48,9 +49,9 @@ def build_environments(config: RunConfig, code: str | None, scorer: Scorer | Non
     """
     section = config.environment
     check_variables("environment.variables", section.variables)
-    if section.kind in ("command", "verifiers"):
-        judge = _Judge(config, scorer) if scorer else None
-        return EnvironmentPool(_program_spec(config), section.workers, judge, limit=section.programs)
+    if isinstance(section, CommandEnvironment | VerifiersEnvironment):
+        judge = _Judge(config, section, scorer) if scorer and isinstance(section, CommandEnvironment) else None
+        return EnvironmentPool(_program_spec(config, section), section.workers, judge, limit=section.programs)
     prepare = Prepare(
         path=_location(section.path, has_rows=not config.prompts.from_environment),
         code=code,
@@ -68,14 +69,16 @@ def build_environments(config: RunConfig, code: str | None, scorer: Scorer | Non
     return EnvironmentPool(spec, section.workers)
 
 
-def _program_spec(config: RunConfig) -> EnvironmentSpec:
+def _program_spec(config: RunConfig, section: CommandEnvironment | VerifiersEnvironment) -> EnvironmentSpec:
     """Agent programs use files and start programs, with any amount of address space: the launcher isolates them."""
-    section = config.environment
-    name = "Verifiers" if section.kind == "verifiers" else "Judged" if section.is_judged else "Posted"
-    command, preload = section.command, section.preload
-    if section.kind == "verifiers":
-        command = (section.python, str(VERIFIERS_PROGRAM), section.id, json.dumps(section.options), section.harness)
-        preload = (VERIFIERS_PROGRAM.stem,)
+    if isinstance(section, VerifiersEnvironment):
+        name, shown = "Verifiers", f"verifiers {section.id}"
+        options = json.dumps(section.options)
+        command: tuple[str, ...] = (section.python, str(VERIFIERS_PROGRAM), section.id, options, section.harness)
+        preload: tuple[str, ...] = (VERIFIERS_PROGRAM.stem,)
+    else:
+        name = "Judged" if section.is_judged else "Posted"
+        command, preload, shown = section.command, section.preload, f"command {Path(section.command[0]).name}"
     prepare = Prepare(
         path=f"pipelinerl_core.environments.agents.program:{name}",
         code=None,
@@ -88,15 +91,14 @@ def _program_spec(config: RunConfig) -> EnvironmentSpec:
         memory_bytes=resource.RLIM_INFINITY,
     )
     passed_on = tuple(name for name in PROGRAM_VARIABLES if name in os.environ)
-    shown = f"verifiers {section.id}" if section.kind == "verifiers" else f"command {Path(command[0]).name}"
     return EnvironmentSpec(name=shown, prepare=prepare, variables=(*section.variables, *passed_on))
 
 
 class _Judge:
     """Scores what agent programs have produced with the verifier or reward function of the run."""
 
-    def __init__(self, config: RunConfig, scorer: Scorer) -> None:
-        self._field = config.environment.reward
+    def __init__(self, config: RunConfig, section: CommandEnvironment, scorer: Scorer) -> None:
+        self._field = section.reward
         self._env = verifier_name(config)
         self._scorer = scorer
 

@@ -179,7 +179,7 @@ def run_estimate(config: RunConfig, speeds: Speeds, work: Work) -> tuple[float, 
     batch = config.trainer.groups_per_step * config.rollouts.group_size
     training = speeds.train_seconds(round(batch * (work.prompt_tokens + work.lengths.mean)))
     if config.takes_turns:
-        steps = config.schedule.steps_per_phase if config.schedule.traits.has_phases else 1
+        steps = config.schedule.steps_per_phase if config.schedule.has_phases else 1
         running_L = batch * steps * work.lengths.running / actors
         # More sequences than slots are decoded one slotful after the other.
         generation = sum(h / min(h, slots) * speeds.decode_seconds(math.ceil(min(h, slots))) for h in running_L)

@@ -187,7 +187,7 @@ class _Simulation:
         self._next_step = 1
         self._idle_since = 0.0
         self._asked_again_for = 0  # step whose second request is scheduled
-        self._has_pauses = config.schedule.traits.leases_more
+        self._has_pauses = config.schedule.leases_more
         self._ledger = Ledger(config, clock=lambda: self._now)
         self._ledger.committed(0, (), (), _manifest(0))
         self._engines = [

@@ -205,7 +205,7 @@ def _window(evidence: Evidence, run: RunConfig) -> str:
             f"engine.concurrency (now {run.engine.concurrency})."
         )
     if run.environment.path:
-        key = "workers" if run.environment.kind == "class" else "programs"
+        key = run.environment.width_key
         now = getattr(run.environment, key)
         return (
             f"{text}schedule.max_lag={rules.max_lag} is enough for full engines, so the episodes of the window "
@@ -239,7 +239,7 @@ def _turns(evidence: Evidence, run: RunConfig) -> str:
     bound = 1 / max(evidence.trainer_idle - tail, 1 - evidence.trainer_idle, 0.01)
     help_ = ""
     if tail > _WORTH:
-        help_ = _longer_phase(tail, run) if run.schedule.traits.has_phases else _more_groups(tail, evidence, run)
+        help_ = _longer_phase(tail, run) if run.schedule.has_phases else _more_groups(tail, evidence, run)
     return (
         f"schedule.kind={run.schedule.kind} takes turns by design: {_waited(evidence)}.{help_} "
         f"schedule.kind=pipeline keeps the slots full and overlaps the turns: at most {bound:.1f} times as fast, "

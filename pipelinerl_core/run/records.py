@@ -37,7 +37,7 @@ from pipelinerl_core.messages import ActorSample, FateRecord, LedgerSnapshot, Sw
 from pipelinerl_core.ranges import Count, Finite, Number, Seconds, Step, StepOrNone
 from pipelinerl_core.types import FileEntry, WeightManifest
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Version of every object of a run. A change of an object, a default or a formula increments the version."""
 RUN_KEY = "run.json"
 HUB_KEY = "hub.json"

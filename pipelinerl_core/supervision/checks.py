@@ -18,7 +18,6 @@ from urllib.request import Request, urlopen
 from safetensors import safe_open
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.config.kinds import INSTALL
 from pipelinerl_core.config.mixture import naming
 from pipelinerl_core.config.mlflow_login import LOGIN_VARIABLES, split_login
 from pipelinerl_core.errors import ConfigError
@@ -55,9 +54,9 @@ _KEPT_VERSIONS = 5  # in shared memory: the versions that the publisher keeps, a
 def check_packages(config: RunConfig) -> None:
     """The packages of engine and learner must be installed if their roles start on this host, that is, unless on work
     pools."""
-    for package in filter(None, (config.engine.traits.package, config.learner.traits.package)):
-        if config.placement.kind == "local" and find_spec(package) is None:
-            raise ConfigError(INSTALL[package])
+    for section in (config.engine, config.learner):
+        if section.package and config.placement.kind == "local" and find_spec(section.package) is None:
+            raise ConfigError(section.install)
 
 
 def check_context(config: RunConfig, directory: Path) -> None:
@@ -344,14 +343,14 @@ def check_space(config: RunConfig, root: str) -> None:
             f"for {_num_durable(config)} durable weight versions of {_size(version_bytes)} and {_KEPT_CHECKPOINTS} "
             "checkpoints. Raise weights.durable_every, lower weights.keep or choose another --root",
         )
-    if config.weights.traits.uses_shared_memory:
+    if config.weights.uses_shared_memory:
         _require_free(
             SHARED_MEMORY,
             _KEPT_VERSIONS * version_bytes,
             f"for {_KEPT_VERSIONS} weight versions of {_size(version_bytes)}. "
             "Enlarge it (docker run --shm-size) or set weights.transport=object_store",
         )
-    if config.weights.content == "adapters" and config.engine.traits.has_workers and config.placement.kind == "local":
+    if config.weights.content == "adapters" and config.engine.has_workers and config.placement.kind == "local":
         staged = _STAGED_MODELS * config.placement.actors
         _require_free(
             SHARED_MEMORY,

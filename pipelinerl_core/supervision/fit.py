@@ -193,14 +193,14 @@ def _trainer(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit
         gpu=(*state, Part(name="activations", num_bytes=activations), Part(name="CUDA", num_bytes=_OVERHEAD_BYTES)),
         limit_bytes=limit if gpus else 0.0,
         host_bytes=snapshots + on_host * ranks + on_cpu + 2 * _GIB * ranks,
-        shared_bytes=_KEPT_VERSIONS * version if config.weights.traits.uses_shared_memory else _ENGINE_SHARED_BYTES,
+        shared_bytes=_KEPT_VERSIONS * version if config.weights.uses_shared_memory else _ENGINE_SHARED_BYTES,
     )
 
 
 def _rescored(config: RunConfig, shape: ModelShape) -> float:
     """Versions that rank 0 keeps to score rollouts again: the newest, and earlier ones within their budget."""
     rules, version = config.trainer, _width(config) * _trained(config, shape)
-    if not rules.rescore_share or not config.learner.traits.plans_packs:
+    if not rules.rescore_share or not config.learner.plans_packs:
         return 0.0
     return version + (rules.rescore_bytes or _RESCORED_VERSIONS * version)
 
@@ -208,14 +208,14 @@ def _rescored(config: RunConfig, shape: ModelShape) -> float:
 def _state(config: RunConfig, shape: ModelShape) -> tuple[tuple[Part, ...], float]:
     """Weights, gradients and optimizer of a rank, and what is kept in host memory instead."""
     width, trained, learner = _width(config), _trained(config, shape), config.learner
-    ranks = config.trainer.ranks if learner.traits.splits_state else 1
+    ranks = config.trainer.ranks if learner.splits_state else 1
     by_stage = [ranks if learner.zero_stage >= stage else 1 for stage in (3, 2, 1)]
     weights = width * shape.num_parameters / by_stage[0]
     reference = weights if config.loss.kl_coefficient and not learner.lora_rank else 0.0
     teacher = width * _teacher_shape(config, shape).num_parameters if config.loss.teacher else 0.0
     # torch: gradients of a pack and their float32 sum; DeepSpeed: one sum.
-    gradients = (4 if learner.traits.splits_state else 4 + width) * trained / by_stage[1]
-    masters = 4 if width < 4 or learner.traits.splits_state else 0
+    gradients = (4 if learner.splits_state else 4 + width) * trained / by_stage[1]
+    masters = 4 if width < 4 or learner.splits_state else 0
     optimizer = (8 + masters) * trained / by_stage[2]
     offloaded = 0.0
     if learner.offload != "none":
@@ -280,7 +280,7 @@ def _actor(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit:
         note = f"{whole} sequences of {longest} tokens fit the KV cache; engine.concurrency={engine.concurrency}" + (
             f" per copy, {engine.data_parallel} copies" if engine.data_parallel > 1 else ""
         )
-    staged = _STAGED_MODELS * weights if engine.traits.has_workers else 0.0
+    staged = _STAGED_MODELS * weights if engine.has_workers else 0.0
     on_cpu = 0.0 if gpus else weights + engine.concurrency * sequence
     return RoleFit(
         role="actor",
@@ -314,7 +314,7 @@ def _remedy(config: RunConfig, role: RoleFit, fit: Fit) -> str:
         options.append(f"lower trainer.pack_tokens ({config.trainer.pack_tokens}) or rollouts.max_tokens")
     if state > role.limit_bytes and not learner.lora_rank:
         shards = math.ceil(18 * fit.num_parameters / max(1.0, role.limit_bytes - activations - 2 * _OVERHEAD_BYTES))
-        if not learner.traits.splits_state or learner.zero_stage < 3 or config.trainer.ranks < shards:
+        if not learner.splits_state or learner.zero_stage < 3 or config.trainer.ranks < shards:
             ranks = max(2, shards, config.trainer.ranks)
             options.append(f"set learner.kind=deepspeed learner.zero_stage=3 trainer.ranks={ranks}")
         options.append("set learner.lora_rank=16")

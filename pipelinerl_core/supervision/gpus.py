@@ -87,7 +87,7 @@ def gpus_of(config: RunConfig, role: str) -> int:
         return 0
     if role in ("trainer", "trainer_node"):
         return 0 if config.stays_on_cpu else config.trainer.ranks // config.placement.trainer_nodes
-    if role not in ("actor", "evaluator") or (config.stays_on_cpu and not config.engine.traits.has_workers):
+    if role not in ("actor", "evaluator") or (config.stays_on_cpu and not config.engine.has_workers):
         return 0
     return config.placement.gpus_per_actor or config.engine.tensor_parallel * config.engine.data_parallel
 

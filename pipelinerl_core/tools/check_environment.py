@@ -42,7 +42,7 @@ async def check(config: RunConfig, code: str | None) -> str:
 
     Returns what the class says about this host, or nothing. Raises ConfigError if any of this fails.
     """
-    subject = _subject(config)
+    subject = config.environment.subject
     environments = build_environments(config, code)
     source = build_source(config)
     try:
@@ -59,15 +59,6 @@ async def check(config: RunConfig, code: str | None) -> str:
         raise ConfigError(f"{subject}: {_reason(str(error))}") from None
     finally:
         await environments.close()
-
-
-def _subject(config: RunConfig) -> str:
-    environment = config.environment
-    if environment.kind == "command":
-        return f"environment.command={' '.join(environment.command)}"
-    if environment.kind == "verifiers":
-        return f"environment.id={environment.id}"
-    return f"environment.path={environment.path}"
 
 
 def _check_tasks(config: RunConfig, subject: str, *, has_tasks: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.load import set_value
 from pipelinerl_core.config.prompts import HuggingFacePrompts
 from pipelinerl_core.config.sections import EmulationConfig, PlacementConfig
 from pipelinerl_core.host import gpu_capability
@@ -44,8 +45,7 @@ def tiny(config: RunConfig, overrides: Sequence[str] = ()) -> RunConfig:
     """
     values = config.model_dump(mode="json")
     for key, value in _small(config).items():
-        section, _, name = key.partition(".")
-        values[section] = {**values[section], name: value} if name else value
+        set_value(values, key, value)
     small = build_config(values)
     return override_config(small, [override for override in overrides if not override.startswith(_FIXED)])
 
@@ -69,8 +69,8 @@ def _small(config: RunConfig) -> dict[str, Any]:
     recipe = builtin_recipe(path)  # raises if the model is not known
     assert recipe is not None
     rollouts, engine, trainer, placement = config.rollouts, config.engine, config.trainer, config.placement
-    has_workers = engine.traits.has_workers
-    is_missing = bool(engine.traits.package) and not is_installed(engine.traits.package)
+    has_workers = engine.has_workers
+    is_missing = bool(engine.package) and not is_installed(engine.package)
     on_gpu = (
         has_workers and not is_missing and gpu_capability() is not None
     )  # vLLM's build for GPUs has no CPU kernels
@@ -106,9 +106,8 @@ def _small(config: RunConfig) -> dict[str, Any]:
     if config.learner.attention in ("varlen", "flex"):  # for GPUs only
         small["learner.attention"] = "auto"
     if is_missing:
-        transport = "shm" if config.weights.traits.is_broadcast else config.weights.transport
+        transport = "shm" if config.weights.is_broadcast else config.weights.transport
         small |= {"engine.kind": "embedded", "weights.transport": transport}
-        small |= {"engine.tensor_parallel": 1, "engine.data_parallel": 1}
     elif has_workers:
         small |= {"engine.tensor_parallel": 1, "engine.data_parallel": 1, "engine.kv_gigabytes": 0.25}
         small |= {"engine.batched_tokens": 0, "engine.compile": "never"}

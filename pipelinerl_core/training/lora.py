@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipelinerl_core.algo.adapters import factor_names, is_factor, merge
-from pipelinerl_core.config.training import LearnerConfig
+from pipelinerl_core.config.learners import LearnerConfig
 from pipelinerl_core.errors import ConfigError
 
 # What peft inserts into names: the wrapped layer, and the adapter's name between factor and `weight`.

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pipelinerl_core.config.training import LearnerConfig
+from pipelinerl_core.config.learners import LearnerConfig
 from pipelinerl_core.errors import StoreError
 
 _BETA1 = 0.9  # AdamW's usual decay of the first moment

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 
 from pipelinerl_core.algo.packed import PackedBatch
+from pipelinerl_core.config.learners import LearnerConfig
 from pipelinerl_core.config.run import RunConfig
-from pipelinerl_core.config.training import LearnerConfig
 from pipelinerl_core.errors import ConfigError, OutOfMemory
 
 Watch = Callable[[Iterable[PackedBatch]], Iterator[PackedBatch]]

@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.engines import VllmConfig
 from pipelinerl_core.engine.vllm.core import CoreSettings, VLLMCore
 from pipelinerl_core.engine.vllm.engine import VLLMEngine
 from pipelinerl_core.engine.vllm.weights import StagedWeights
@@ -66,23 +67,25 @@ def model_config(directory: Path) -> dict[str, Any]:
 def core_settings(directory: Path, config: RunConfig, *, max_len: int, name: str) -> CoreSettings:
     """Arguments of vLLM. On a CPU the defaults are no compilation and a KV cache of 1 GiB."""
     on_cpu = not torch.cuda.is_available()
-    kv_gigabytes = config.engine.kv_gigabytes or (1.0 if on_cpu else 0)
-    is_compiled = config.engine.compile == "always" or (config.engine.compile == "auto" and not on_cpu)
+    engine = config.engine
+    assert isinstance(engine, VllmConfig)
+    kv_gigabytes = engine.kv_gigabytes or (1.0 if on_cpu else 0)
+    is_compiled = engine.compile == "always" or (engine.compile == "auto" and not on_cpu)
     digest = hashlib.blake2b(f"{config.seed}/{name}".encode(), digest_size=4).digest()
     return CoreSettings(
         model=str(directory),
         dtype=config.model.dtype,
         max_len=max_len,
-        max_sequences=config.engine.concurrency,
+        max_sequences=engine.concurrency,
         seed=int.from_bytes(digest, "little") >> 1,
         kv_bytes=int(kv_gigabytes * _GIB) or None,
-        memory_share=config.engine.memory_share or _SHARES[config.placement.share_gpu],
-        batched_tokens=config.engine.batched_tokens or None,
-        prefix_cache=config.engine.prefix_cache,
-        tensor_parallel=config.engine.tensor_parallel,
-        data_parallel=config.engine.data_parallel,
+        memory_share=engine.memory_share or _SHARES[config.placement.share_gpu],
+        batched_tokens=engine.batched_tokens or None,
+        prefix_cache=engine.prefix_cache,
+        tensor_parallel=engine.tensor_parallel,
+        data_parallel=engine.data_parallel,
         is_eager=not is_compiled,
-        stream_interval=config.engine.stream_interval,
+        stream_interval=engine.stream_interval,
     )
 
 

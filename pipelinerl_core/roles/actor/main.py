@@ -119,7 +119,7 @@ async def _open_task(context: RunContext, part: str, monitor: RoleMonitor) -> Ta
 
 
 def _broadcast_subscriber(context: RunContext, engine: Engine, name: str) -> BroadcastSubscriber | None:
-    if not context.config.weights.traits.is_broadcast:
+    if not context.config.weights.is_broadcast:
         return None
     assert isinstance(engine, BroadcastReceiver)  # the configuration allows no other engine
     return BroadcastSubscriber(engine, context.store, name=name)

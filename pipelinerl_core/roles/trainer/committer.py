@@ -81,11 +81,11 @@ class Committer:
         self._link = link
         self._committed = committed
         self._publisher = WeightPublisher(
-            store, run_id=run_id, epoch=epoch.epoch, use_shm=config.weights.traits.uses_shared_memory,
+            store, run_id=run_id, epoch=epoch.epoch, use_shm=config.weights.uses_shared_memory,
             file_name=ADAPTERS_FILE if config.weights.content == "adapters" else WEIGHTS_FILE,
         )  # fmt: skip
         self._broadcasts: BroadcastPublisher | None = None
-        if config.weights.traits.is_broadcast:
+        if config.weights.is_broadcast:
             self._broadcasts = BroadcastPublisher(store, self._publisher, config, epoch=epoch.epoch)
         self._republishing: Future[None] | None = None
         self._republished_version = -1

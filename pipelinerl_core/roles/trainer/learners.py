@@ -85,7 +85,7 @@ class Learners:
 
     def build(self, config: RunConfig) -> Learner:
         """The learner on the run's starting model, version 0. Raises ConfigError if the model cannot be loaded."""
-        if self._ranks.size == 1 and not config.learner.traits.splits_state:
+        if self._ranks.size == 1 and not config.learner.splits_state:
             return build_alone(config)
         if self._channel is None:
             self._channel = self._start(config)
@@ -116,7 +116,7 @@ class Learners:
         device = rank_device(config, ranks)
         store, where = open_rendezvous(
             ranks.size, seconds, directory=self._directory, host=None if spread is None else own_address(config),
-            sends_weights=config.weights.traits.is_broadcast and config.placement.kind == "work_pools",
+            sends_weights=config.weights.is_broadcast and config.placement.kind == "work_pools",
         )  # fmt: skip
         self._rendezvous = store
         rendezvous = RendezvousRecord(
@@ -195,8 +195,8 @@ def _build_torch(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple
 LEARNERS: Mapping[str, Callable[[RunConfig, torch.device, Ranks], tuple[RankLearner, PackBatcher]]] = (
     MappingProxyType({"torch": _build_torch, "deepspeed": _build_deepspeed})
 )
-"""learner.kind -> builder of the learner of one rank. To add a learner: a class in training/, its traits in
-config/kinds.py, a builder and its line here."""
+"""learner.kind -> builder of the learner of one rank. To add a learner: a class in training/, its section
+in config/learners.py, a builder and its line here."""
 
 
 class _Loaded(NamedTuple):

@@ -10,7 +10,7 @@ from pipelinerl_core.batching.collate import PackBatcher, collate
 from pipelinerl_core.batching.pack import pack
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.config.run import RunConfig
-from pipelinerl_core.config.sections import ScheduleConfig
+from pipelinerl_core.config.schedules import PipelineSchedule
 from pipelinerl_core.data.codec import decode_batch, decode_rollouts, encode_batch, encode_rollouts
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.types import TrainingRow, TurnSpan, WeightSpan
@@ -24,7 +24,7 @@ def rollout(group_id, index, *, reward=0.0, num_tokens=4, spans=None, **changes)
 
 
 def config(max_lag=4, normalization="token"):
-    return RunConfig(schedule=ScheduleConfig(max_lag=max_lag), loss=ReinforceLoss(normalization=normalization))
+    return RunConfig(schedule=PipelineSchedule(max_lag=max_lag), loss=ReinforceLoss(normalization=normalization))
 
 
 def identity(rows):

@@ -11,6 +11,7 @@ from pipelinerl_core.algo.losses import LOSSES
 from pipelinerl_core.config import RunConfig, as_toml, known_keys, preset_names
 from pipelinerl_core.config.load import fields
 from pipelinerl_core.config.losses import ReinforceLoss
+from pipelinerl_core.config.prompts import SumsPrompts
 from pipelinerl_core.config.rules import lag_of_full_engines
 from pipelinerl_core.config.sections import TrackingConfig
 from pipelinerl_core.config.verifier import verifier_name
@@ -61,8 +62,15 @@ def test_activations_are_recomputed_on_a_gpu_if_packs_are_long(chosen):
 
 
 def test_another_kind_forgets_the_keys_of_the_old_kind():
-    config = load_config("quickstart", ["prompts.lengths=[2]", "prompts.kind=file", "prompts.path=a.jsonl"])
-    assert config.prompts.kind == "file"
+    assert load_config("gsm8k-0.5b-1gpu", ["prompts.kind=sums"]).prompts == SumsPrompts()
+    with pytest.raises(ConfigError, match=r"prompts\.lengths needs prompts\.kind=sums \(it is file\)"):
+        load_config("quickstart", ["prompts.lengths=[2]", "prompts.kind=file", "prompts.path=a.jsonl"])
+
+
+def test_another_engine_keeps_the_keys_that_both_have():
+    changed = load_config("math-7b-16gpu", ["engine.kind=embedded", "weights.transport=object_store"])
+    assert not hasattr(changed.engine, "kv_gigabytes")
+    assert changed.engine.kv == load_config("math-7b-16gpu").engine.kv
 
 
 def test_rows_of_a_file_keep_columns_and_template_of_rows_of_the_hub():
@@ -94,7 +102,7 @@ def test_rows_of_a_file_keep_columns_and_template_of_rows_of_the_hub():
         ("rollouts.top_p=0.9", "Set rollouts.top_p=1"),
         ("rollouts.group_size=1", "rollouts.group_size=1"),
         ("engine.kind=vlm", "engine.kind=vlm: must be embedded or vllm"),
-        ("engine.compile=maybe", "engine.compile=maybe: must be auto, always or never"),
+        ("engine.kv=maybe", "engine.kv=maybe: must be keep, recompute or drain"),
         (
             "prompts.kind=foo",
             "prompts.kind=foo: must be sums, largest_number, reasoning_gym, environment, file or huggingface",
@@ -156,7 +164,7 @@ def test_admission_window_is_the_documented_formula():
         (["engine.concurrency=1024"], r"1024 x placement\.actors=1 / rollouts\.group_size=8 = 128 groups.*admits "
          r"\(0 \+ 1\) \* trainer\.groups_per_step=64 = 64.*max_lag to at least 1, or.*to at most 512"),
         (["schedule.kind=conventional", "schedule.steps_per_phase=3"], r"Set schedule\.max_lag=2, or.*phase=1"),
-        (["schedule.steps_per_phase=3"], "kind=pipeline has no phases"),
+        (["schedule.steps_per_phase=3"], "Set schedule.kind=conventional"),
         (["schedule.kind=april", "schedule.alpha=1.5"], r"alpha=1\.5 keeps.*Set schedule\.max_lag=1, or"),
         (["schedule.kind=april", "schedule.alpha=0.5"], "alpha=0.5: input should be greater than or equal to 1"),
         (["schedule.kind=april", "schedule.alpha=1", "schedule.stale=wait"], "Set schedule.stale=mask or drop"),
@@ -179,7 +187,7 @@ ENVIRONMENT = "environment.path=my_env.py:Guess"
     ("overrides", "says"),
     [
         (["environment.workers=2", "environment.options.a=1"],
-         r"environment\.options, environment\.workers: not used.*Set environment\.path too"),
+         r"environment\.workers, environment\.options: not used.*Set environment\.path too"),
         (["environment.path=my_env.py"], "names no class. Write FILE.py:CLASS"),
         (["environment.path=my_env:"], "names no class"),
         ([ENVIRONMENT, "reward.function=a.py:b"], r"reward\.function=a\.py:b chooses a verifier. Remove one"),

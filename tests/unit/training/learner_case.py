@@ -6,10 +6,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher
+from pipelinerl_core.config.learners import TorchConfig
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.config.sections import RolloutsConfig
-from pipelinerl_core.config.training import LearnerConfig, TrainerConfig
+from pipelinerl_core.config.training import TrainerConfig
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import prepare_model
 from tests.rollout_rows import build_rollout
@@ -40,7 +41,7 @@ def config(pack_tokens=2048, loss=ReinforceLoss(ratio_max=1.5), **learner):  # n
         trainer=TrainerConfig(pack_tokens=pack_tokens),
         rollouts=RolloutsConfig(temperature=TEMPERATURE),
         loss=loss,
-        learner=LearnerConfig(**{"lr": 1e-4, "clip_norm": 1e9, **learner}),
+        learner=TorchConfig(**{"lr": 1e-4, "clip_norm": 1e9, **learner}),
     )
 
 

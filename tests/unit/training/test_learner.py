@@ -9,8 +9,8 @@ import torch
 from pipelinerl_core.algo.losses import LOSSES
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher
+from pipelinerl_core.config.learners import TorchConfig
 from pipelinerl_core.config.losses import ReinforceLoss
-from pipelinerl_core.config.training import LearnerConfig
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, TrainingDiverged
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.telemetry.metrics import METRICS
@@ -177,7 +177,7 @@ def test_cutting_the_step_into_more_packs_changes_no_gradient(pack_tokens, kind)
 def test_a_policy_is_drawn_to_its_reference_and_starts_at_no_distance():
     model, reference = tiny_model(), prepare_model(tiny_model()).requires_grad_(False)
     run_config = config(loss=ReinforceLoss(kl_coefficient=1e3), lr=1e-3)
-    run_config = run_config.model_copy(update={"learner": LearnerConfig(lr=1e-3, warmup_steps=0)})
+    run_config = run_config.model_copy(update={"learner": TorchConfig(lr=1e-3, warmup_steps=0)})
     learner = learner_of(model, run_config, reference=reference)
     free = learner_of(tiny_model(), config(lr=1e-3, warmup_steps=0))
     rows = rows_of(run_config)

@@ -10,7 +10,7 @@ import torch
 from pipelinerl_core.algo.logprobs import token_logprobs
 from pipelinerl_core.algo.losses import LOSSES, compute_loss, select
 from pipelinerl_core.batching.collate import PackBatcher
-from pipelinerl_core.config.training import LearnerConfig
+from pipelinerl_core.config.learners import TorchConfig
 from pipelinerl_core.engine.embedded.decoder import SlotDecoder
 from pipelinerl_core.engine.embedded.sampling import draw
 from pipelinerl_core.errors import ConfigError
@@ -76,7 +76,7 @@ def test_forward_and_backward_of_a_pack_stay_on_the_device_of_the_model():
         num_sequences=batch.layout.num_sequences,
         lags_N=batch.versions_N,
     )
-    optimizer = MasterOptimizer(dict(model.named_parameters()), LearnerConfig(lr=1e-4))
+    optimizer = MasterOptimizer(dict(model.named_parameters()), TorchConfig(lr=1e-4))
     for kind in LOSSES:
         sums = compute_loss(tokens, build_config({"loss": {"kind": kind, "entropy_bonus": 0.1}}).loss)
         gradients = torch.autograd.grad(sums.loss, optimizer.parameters, allow_unused=True, retain_graph=True)
