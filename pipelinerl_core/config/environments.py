@@ -87,7 +87,6 @@ class CodeEnvironment(EnvironmentSection):
     kind: Literal["code"] = "code"
     path: Literal["builtin:code"] = "builtin:code"
     options: dict[str, Any] = Field({})
-    isolation: Literal["auto"] = "auto"
 
 
 class ProgramEnvironment(EnvironmentSection):

@@ -88,11 +88,11 @@ def _speeds(stored: dict[str, Any]) -> MeasuredSpeeds:
 
 def _path(config: RunConfig) -> Path:
     """The file of the calibration: a hash of the settings and of the machine on which the speeds depend."""
-    values = config.model_dump(mode="json")
+    values, engine = config.model_dump(mode="json"), config.engine
     gpus = inventory()
     key = {
         "sections": {name: values[name] for name in ("model", "prompts", "reward", "environment", "learner")},
-        "engine": [values["engine"][name] for name in ("kind", "kv", "tensor_parallel", "data_parallel")],
+        "engine": [engine.kind, engine.kv, engine.tensor_parallel, engine.data_parallel],
         "tokens": [config.rollouts.max_tokens, config.rollouts.max_prompt_tokens],
         "weights": [config.weights.transport, config.weights.content],
         "threads": config.placement.threads,

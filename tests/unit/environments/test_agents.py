@@ -315,16 +315,16 @@ def test_an_exit_code_above_255_is_an_error_of_a_fork_too(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["environment.kind=command"], "environment.command is empty. Set it, for example"),
-        (['environment.command=["a"]'], "Set environment.kind=command too"),
+        (["environment.kind=command"], "environment.command: not set. Set environment.command"),
+        (['environment.command=["a"]'], "Set environment.kind=command, or remove"),
         (["environment.kind=command", 'environment.command=["a"]', "prompts.kind=environment"], "no tasks"),
-        ([*SETTINGS, 'environment.command=["a"]', "environment.path=x.py:Y"], "Remove environment.path=x.py:Y"),
+        ([*SETTINGS, 'environment.command=["a"]', "environment.path=x.py:Y"], "must be builtin:command"),
         ([*SETTINGS, 'environment.command=["a"]', 'environment.preload=["b"]'], "a command that runs a Python file"),
         ([*SETTINGS, 'environment.command=["a"]', "environment.reward=posted", "reward.kind=sums"], "Remove one"),
-        (["environment.id=a"], "Set environment.kind=verifiers too"),
-        (["environment.kind=verifiers", "prompts.kind=environment"], "environment.id is empty"),
-        ([*VERIFIERS, "environment.path=x.py:Y"], "Remove environment.path=x.py:Y"),
-        ([*VERIFIERS, "environment.reward=posted"], "environment.reward is for agent programs, not for"),
+        (["environment.id=a"], "Set environment.kind=verifiers, or remove"),
+        (["environment.kind=verifiers", "prompts.kind=environment"], "environment.id: not set"),
+        ([*VERIFIERS, "environment.path=x.py:Y"], "must be builtin:verifiers"),
+        ([*VERIFIERS, "environment.reward=posted"], "environment.reward needs environment.kind=command"),
         (["environment.kind=verifiers", "environment.id=a"], "but prompts.kind=\\w+. Set prompts.kind=environment"),
     ],
 )

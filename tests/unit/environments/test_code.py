@@ -113,7 +113,10 @@ def test_the_kind_chooses_the_class_and_prompts_choose_the_tasks():
 
 @pytest.mark.parametrize(
     ("override", "says"),
-    [("environment.isolation=none", "runs programs of a model"), ("environment.path=my.py:Env", "both choose")],
+    [
+        ("environment.isolation=none", "runs programs of a model"),
+        ("environment.path=my.py:Env", "must be builtin:code"),
+    ],
 )
 def test_settings_that_contradict_the_kind_are_refused(override, says):
     with pytest.raises((ConfigError, ValidationError), match=says):

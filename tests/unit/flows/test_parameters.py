@@ -13,7 +13,9 @@ from pipelinerl.flows.replay_flow import replay
 from pipelinerl.flows.train_flow import train
 from pipelinerl.flows.trainer_flow import trainer
 from pipelinerl_core.algo.losses import LOSSES
-from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.load import fields
+from pipelinerl_core.engine.load import ENGINES
+from pipelinerl_core.ledger.schedules import SCHEDULES
 from pipelinerl_core.models.resolve import load_config
 
 EXAMPLES = {
@@ -25,9 +27,7 @@ EXAMPLES = {
 
 def field_of(key):
     """The configuration's own field of a dotted key."""
-    section, _, name = key.rpartition(".")
-    model = RunConfig.model_fields[section].annotation if section else RunConfig
-    return model.model_fields[name]
+    return dict(fields())[key]
 
 
 def bounds(field):
@@ -39,12 +39,13 @@ def bounds(field):
     return {type(rule).__name__: rule for rule in number.metadata}
 
 
-def test_the_form_offers_every_loss():
-    offered = Settings.model_json_schema()["properties"]["loss"]
-    assert (offered["type"], offered["enum"]) == ("string", [*LOSSES, None])
+@pytest.mark.parametrize(("name", "kinds"), [("loss", LOSSES), ("engine", ENGINES), ("schedule", SCHEDULES)])
+def test_the_form_offers_every_kind(name, kinds):
+    offered = Settings.model_json_schema()["properties"][name]
+    assert (offered["type"], offered["enum"]) == ("string", [*kinds, None])
 
 
-@pytest.mark.parametrize("name", [name for name in KEYS if name not in ("loss", "data")])  # keys of a union
+@pytest.mark.parametrize("name", [name for name in KEYS if not KEYS[name].endswith((".kind", "prompts.path"))])
 def test_a_field_has_the_bounds_and_choices_of_its_key(name):
     ours, theirs = Settings.model_fields[name], field_of(KEYS[name])
     assert bounds(ours) == bounds(theirs) or name == "seed"  # the configuration takes any
@@ -71,7 +72,7 @@ def test_data_is_a_file_or_a_data_set_of_the_hub():
     assert (hub.prompts.kind, hub.prompts.path) == ("huggingface", "openai/gsm8k")
 
 
-@pytest.mark.parametrize("wrong", [{"steps": 0}, {"schedule": "sometimes"}, {"stepz": 3}, {"learning_rate": 0}])
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"placement": "sometimes"}, {"stepz": 3}, {"learning_rate": 0}])
 def test_bad_values_are_refused(wrong):
     with pytest.raises(ValidationError):
         Settings(**wrong)

@@ -20,7 +20,7 @@ from pipelinerl_core.roles.runtime import inference, monitor
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor, monitored
 from pipelinerl_core.roles.trainer.watch import TrainerWatch
 from pipelinerl_core.run.context import RunContext
-from pipelinerl_core.run.records import RoleRecord, role_key
+from pipelinerl_core.run.records import FORMAT_VERSION, RoleRecord, role_key
 from pipelinerl_core.telemetry.metrics import ALL_ROLES, METRICS
 from pipelinerl_core.telemetry.role_metrics import RoleMetrics
 from tests.builders import run_record
@@ -239,4 +239,4 @@ def test_the_records_are_json_that_other_tools_read():
     run = context()
     with monitored(run, "hub", "hub"):
         record_of(run.store, "hub", "hub")
-        assert json.loads(run.store.get("roles/hub-hub.json"))["format_version"] == 2
+        assert json.loads(run.store.get("roles/hub-hub.json"))["format_version"] == FORMAT_VERSION
