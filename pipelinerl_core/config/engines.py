@@ -5,7 +5,9 @@ The text below a field is its help.
 To add an engine: a section here and its line in EngineConfig, and a builder in engine/load.py.
 """
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -24,6 +26,8 @@ class EngineSection(Section):
     and take merged models from shared memory. A second engine takes minutes to start."""
     has_clock: ClassVar[bool] = False
     """Decode steps can be slowed down: for the pace of the trainer and for emulated accelerators."""
+    tiny: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Values of keys for `train --tiny`, with which the engine starts soon on a CPU."""
 
     concurrency: int = Field(64, ge=1)
     """Sequences that an actor generates at once (its slots). Raise for throughput; more sequences raise the lag."""
@@ -59,6 +63,9 @@ class VllmConfig(EngineSection):
         "(GPU), or set engine.kind=embedded"
     )
     has_workers: ClassVar = True
+    tiny: ClassVar = MappingProxyType(
+        {"tensor_parallel": 1, "data_parallel": 1, "kv_gigabytes": 0.25, "batched_tokens": 0, "compile": "never"}
+    )
     pace: ClassVar[bool] = False
     deterministic: ClassVar[bool] = False
 

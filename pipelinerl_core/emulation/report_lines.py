@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipelinerl_core.config.load import variants
 from pipelinerl_core.run.records import Commit
 
 # A wait of the trainer ends at most this much late.
@@ -15,7 +16,8 @@ def emulation(config: Mapping[str, Any], commits: Sequence[Commit]) -> dict[str,
     accelerators = section.get("accelerators", 0)
     if not accelerators:
         return None
-    takes_turns = config.get("schedule", {}).get("kind") != "pipeline"
+    schedule: Any = variants("schedule")[config["schedule"]["kind"]]
+    takes_turns: bool = schedule.takes_turns
     generators = accelerators if takes_turns else section["generators"]
     facts = {
         **section,

@@ -1,6 +1,6 @@
 """The prompt sources by `prompts.kind`.
 
-To add a prompt source: a file in this folder, a section in config/sections.py, a function here, and the line of the
+To add a prompt source: a file in this folder, a section in config/prompts.py, a function here, and the line of the
 function in SOURCES. The function imports the file, because datasets and reasoning_gym take seconds to import.
 """
 

@@ -108,9 +108,8 @@ def _small(config: RunConfig) -> dict[str, Any]:
     if is_missing:
         transport = "shm" if config.weights.is_broadcast else config.weights.transport
         small |= {"engine.kind": "embedded", "weights.transport": transport}
-    elif has_workers:
-        small |= {"engine.tensor_parallel": 1, "engine.data_parallel": 1, "engine.kv_gigabytes": 0.25}
-        small |= {"engine.batched_tokens": 0, "engine.compile": "never"}
+    else:
+        small |= {f"engine.{key}": value for key, value in engine.tiny.items()}
     if config.mixture:
         small["mixture"] = _small_parts(config)
     if any(part.environment.path for part in config.parts.values()):

@@ -11,7 +11,8 @@ from safetensors import safe_open
 
 from tests.integration.pipeline import ROOT, assert_closes, trained_groups
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+# test_tutorial.py trains the same model in every run of the tests.
+pytestmark = [pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(1500)]
 
 STEPS, GROUPS = 3, 3
 """Steps of fewer groups than in the preset: a step then takes seconds beside another test."""
@@ -29,7 +30,7 @@ def train(root: Path, environment: dict[str, str], *overrides: str) -> dict[str,
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("engine", ["embedded", pytest.param("vllm", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
 def test_the_chat_model_is_converted_and_trains(tmp_path, demo_environment, engine):
     report = train(tmp_path, demo_environment, f"engine.kind={engine}")
     assert report["steps"] == STEPS

@@ -28,7 +28,7 @@ from pipelinerl_core.types import Chunk, Completion, EngineRequest, FinishReason
 
 
 def with_kind(section, kind):
-    """A configuration with a kind that config/sections.py does not list."""
+    """A configuration with a kind that config/ does not list."""
     config = build_config({})
     return config.model_copy(update={section: getattr(config, section).model_copy(update={"kind": kind})})
 

@@ -156,10 +156,10 @@ def rank_device(config: RunConfig, ranks: Ranks) -> torch.device:
     return device
 
 
-def build_alone(config: RunConfig) -> TorchLearner:
-    """The torch learner of one process on the run's starting model."""
+def build_alone(config: RunConfig) -> RankLearner:
+    """The learner of one process, without a process group, on the run's starting model."""
     with explain_out_of_memory(config, "loading of the model"):
-        return _build_torch(config, model_device(config), ALONE)[0]
+        return LEARNERS[config.learner.kind](config, model_device(config), ALONE)[0]
 
 
 def build_rank(config: RunConfig, ranks: Ranks) -> tuple[RankLearner, PackBatcher]:
