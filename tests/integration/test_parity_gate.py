@@ -89,7 +89,7 @@ EXPECTED = {"float32": (5e-5, 5e-3), "bfloat16": (0.01, 0.25)}
 @pytest.mark.parametrize("kind", ["embedded", pytest.param("vllm", marks=VLLM_MARKS)])
 def test_every_engine_passes_with_every_type_of_weights(prepared_model, tmp_path, kind, dtype):
     overrides = [f"engine.kind={kind}", f"model.dtype={dtype}", f"rollouts.temperature={TEMPERATURE}"]
-    config = load_config("quickstart", [*overrides, "engine.kv_gigabytes=0.25"])
+    config = load_config("quickstart", [*overrides, *(["engine.kv_gigabytes=0.25"] if kind == "vllm" else [])])
     rollouts = sample(config, lambda: open_engine(config, run_id=tmp_path.name, name="actor-0"))
     report = gate(build_alone(config), rollouts, config)
     print(f"{kind} {dtype}: mean {report.mean:.2g} max {report.max:.2g} over {report.num_tokens} tokens")  # noqa: T201

@@ -79,7 +79,7 @@ def test_a_rank_dies_and_the_run_goes_on_then_with_one_rank(tmp_path: Path) -> N
     wait_for(lambda: not any(rank.is_running() for rank in ranks), "the end of the ranks", PATIENCE_SECONDS)
     assert "Traceback" not in log.read_text()
 
-    one_rank = ["trainer.ranks=1", "learner.kind=torch", "learner.zero_stage=0"]
+    one_rank = ["trainer.ranks=1", "learner.kind=torch"]
     with command(tmp_path, "resume", run.name, *one_rank) as end:
         assert end.wait(240) == 0, (tmp_path / "output.txt").read_text()[-3000:]
     assert committed_steps(str(run)) == 18
