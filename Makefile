@@ -27,7 +27,7 @@ export GOMP_SPINCOUNT ?= 0
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart demo test test-slow campaigns chaos check docs docs-reference docs-capture bench bench-gpu bench-peers format images
+.PHONY: help install quickstart demo test test-slow campaigns chaos simulate-protocol check docs docs-reference docs-capture bench bench-gpu bench-peers format images
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -90,6 +90,9 @@ campaigns: install $(DEV) $(VERIFIERS) ## tests that take minutes each and are n
 
 chaos: install $(DEV) ## 200 faults at random moments, on local disk and S3 (ARGS="--faults 20 --store file")
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+simulate-protocol: install $(DEV) ## simulated runs with faults, each repeated from its seed (SEEDS=1000, or SEED=7 for the trace of one run)
+	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),100)) $(ARGS)
 
 check: install $(DEV) ## lint, types, import rules
 	$(BIN)/ruff check .

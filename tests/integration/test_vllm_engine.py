@@ -173,7 +173,7 @@ def test_thousands_of_short_requests(shared):
     assert (stats.running, stats.waiting) == (0, 0)
 
 
-@pytest.mark.parametrize("parallel", ["tensor_parallel", "data_parallel"])
+@pytest.mark.parametrize("parallel", ["tensor_parallel", pytest.param("data_parallel", marks=pytest.mark.campaign)])
 def test_a_model_on_two_workers_swaps_in_all_of_them_at_once(start, parallel):
     async def main():
         engine = await start(slots=8, **{parallel: 2})
@@ -245,6 +245,7 @@ def test_weights_come_from_the_trainers_memory_and_from_a_file_when_they_are_los
     assert [span.version for span in completions[0].weight_spans] == [0, 1]
 
 
+@pytest.mark.campaign  # every start has another seed: tests/unit/engine/vllm/test_settings.py
 def test_a_restarted_engine_core_draws_other_noise(start):
     async def main():
         engine = await start()

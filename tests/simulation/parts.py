@@ -1,0 +1,141 @@
+"""Scripted engine, scorer and learner: tokens with versions, and weights as a digest of all that was trained."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipelinerl_core.interfaces import WeightUpdate
+from pipelinerl_core.types import (
+    Chunk,
+    Completion,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    Prompt,
+    Score,
+    SwapReport,
+    WeightSpan,
+)
+from tests.simulation.primitives import world
+
+TOKEN_SECONDS = 0.02
+
+
+class ScriptedEngine:
+    """Samples tokens that depend on the seed of the rollout and their position only, a few at a time."""
+
+    def __init__(self, slots: int) -> None:
+        self.weight_version = 0
+        self._slots, self._running, self._waiting, self._num_tokens = slots, 0, 0, 0
+        self._free = asyncio.Semaphore(slots)
+        self._may_run = asyncio.Event()
+        self._may_run.set()
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[Chunk]:
+        prior = request.prior
+        start = len(prior.token_ids) if prior else 0
+        spans = list(prior.weight_spans) if prior else []
+        total = 1 + request.sampler.seed % request.max_tokens
+        self._waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self._waiting -= 1
+        self._running += 1
+        try:
+            token_ids = (np.arange(total, dtype=np.int64) * 7919 + request.sampler.seed) % 97
+            ids, logprobs = token_ids.astype(np.int32), np.full(total, -0.5, np.float32)
+            while True:
+                num = min(4, total - start)
+                await asyncio.sleep(TOKEN_SECONDS * num)
+                await self._may_run.wait()
+                version, end = self.weight_version, start + num
+                self._num_tokens += num
+                if spans and spans[-1].version == version:
+                    spans[-1] = WeightSpan(version, spans[-1].start, end)
+                elif num:
+                    spans.append(WeightSpan(version, start, end))
+                completion = None
+                if end == total:
+                    completion = Completion(token_ids=ids, rollout_logprobs=logprobs, weight_spans=tuple(spans),
+                                            finish_reason=FinishReason.STOP)  # fmt: skip
+                yield Chunk(
+                    request_id=request.request_id, token_ids=ids[start:end], rollout_logprobs=logprobs[start:end],
+                    weight_version=version, completion=completion,
+                )  # fmt: skip
+                start = end
+                if completion is not None:
+                    return
+        finally:
+            self._running -= 1
+            self._free.release()
+
+    async def swap(self, update: WeightUpdate) -> SwapReport:
+        await asyncio.sleep(0.001)
+        self.weight_version = update.version
+        return SwapReport(
+            version=update.version, pause_seconds=0.001, num_bytes=update.num_bytes, num_running=self._running
+        )
+
+    async def abort(self, request_ids: Iterable[str]) -> dict[str, Completion]:
+        return {}
+
+    def flush(self) -> None: ...
+
+    def set_pace(self, delay_seconds: float) -> None: ...
+
+    def set_paused(self, is_paused: bool) -> None:
+        (self._may_run.clear if is_paused else self._may_run.set)()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=self._running, waiting=self._waiting, slots=self._slots, kv_usage=0.0,
+                           num_tokens=self._num_tokens, num_steps=0, running_seconds=0.0)  # fmt: skip
+
+    async def close(self) -> None: ...
+
+
+class ScriptedScorer:
+    """A reward that depends on the text only."""
+
+    async def score(self, prompt: Prompt, text: str, completion: Completion | None = None) -> Score:
+        await asyncio.sleep(0.001)
+        return Score(float(len(text) % 2))
+
+    async def close(self) -> None: ...
+
+
+class ScriptedLearner:
+    """The weights are a digest of the batches that were trained, in order."""
+
+    rescorer = None
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._digest = bytes(32)
+
+    def step(self, rows: Sequence[Any]) -> dict[str, float]:
+        digest = hashlib.sha256(self._digest)
+        for row in rows:
+            digest.update(repr((row.rollout.group_id, row.rollout.rollout_index, row.advantage)).encode())
+            digest.update(row.rollout.completion_token_ids.tobytes())
+        world().sleep(0.05 + 0.05 * world().rng.random())
+        self._digest = digest.digest()
+        self.version += 1
+        return {"train/loss": 0.0, "time/compute_seconds": 0.05}
+
+    def logprobs_of(self, rollouts: Sequence[Any]) -> list[Any]:
+        return [rollout.rollout_logprobs for rollout in rollouts]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {"digest": torch.frombuffer(bytearray(self._digest), dtype=torch.uint8).to(torch.float32)}
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        return self.weights(), {"version": self.version}
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> None:
+        self._digest = bytes(tensors["digest"].to(torch.uint8).numpy().tobytes())
+        self.version = values["version"]

@@ -1,0 +1,105 @@
+"""A simulated object store, which all hosts share. Its answers may be late, or wrong as docs/storage.md permits."""
+
+from collections.abc import Iterable
+
+from pipelinerl_core.errors import MissingObject, StoreUnavailable
+from tests.simulation.world import Process, World
+
+
+class Disk:
+    """The objects; they outlive every process."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.objects: dict[str, bytes] = {}
+        self.fails_until = 0.0
+        """Until this time every request fails, half of them after they had their effect."""
+        self.fails: set[str] = set()
+        """Kinds of requests that fail until then."""
+        self.slow_until = 0.0
+        """Until this time a request takes up to a second."""
+        self.num_requests = 0
+
+
+class SimulatedStore:
+    """The store of a run as one process sees it."""
+
+    def __init__(self, disk: Disk, process: Process, url: str = "s3://bucket/run") -> None:
+        self.url = url
+        self._disk, self._process = disk, process
+
+    def put(self, key: str, data: bytes | memoryview, *, create_only: bool = False) -> None:
+        self._begin("put")
+        objects = self._disk.objects
+        if create_only and key in objects:
+            self._answer("put")
+            raise FileExistsError(f"{self.url}/{key} exists already")
+        objects[key] = bytes(data)
+        self._answer("put")
+
+    def get(self, key: str) -> bytes:
+        self._begin("get")
+        data = self._disk.objects.get(key)
+        self._answer("get")
+        if data is None:
+            raise MissingObject(f"no object {key!r} in {self.url}")
+        return data
+
+    def exists(self, key: str) -> bool:
+        self._begin("exists")
+        is_there = key in self._disk.objects
+        self._answer("exists")
+        return is_there
+
+    def children(self) -> list[str]:
+        return sorted({first for first, separator, _ in (key.partition("/") for key in self.list("")) if separator})
+
+    def list(self, prefix: str) -> list[str]:
+        self._begin("list")
+        top = f"{prefix}/" if prefix else ""
+        keys = sorted(key for key in self._disk.objects if key.startswith(top))
+        self._answer("list")
+        return keys
+
+    def delete(self, keys: Iterable[str]) -> None:
+        self._begin("delete")
+        for key in keys:
+            self._disk.objects.pop(key, None)
+        self._answer("delete")
+
+    def unfinished(self) -> tuple[str, ...]:
+        return ()
+
+    def discard(self, names: Iterable[str]) -> None: ...
+
+    def child(self, prefix: str) -> "SimulatedStore":
+        raise NotImplementedError
+
+    def limited(self, seconds: float) -> "SimulatedStore":
+        return self
+
+    def _begin(self, kind: str) -> None:
+        """The request is on its way."""
+        disk, own = self._disk, self._disk.world
+        disk.num_requests += 1
+        own.sleep(own.rng.random() * (1.0 if own.now < disk.slow_until else 0.004))
+        if own.now < disk.fails_until and kind in disk.fails and own.rng.random() < 0.5:
+            raise StoreUnavailable(f"{self.url}: {kind}: 503")
+
+    def _answer(self, kind: str) -> None:
+        """The answer is on its way; it may be lost after the request had its effect."""
+        disk, own = self._disk, self._disk.world
+        own.sleep(own.rng.random() * 0.002)
+        if own.now < disk.fails_until and kind in disk.fails:
+            raise StoreUnavailable(f"{self.url}: {kind}: timed out")
+
+
+class PlainStore(SimulatedStore):
+    """The store for an audit, outside of the simulated time."""
+
+    def __init__(self, disk: Disk) -> None:
+        self.url, self._disk = "s3://bucket/run", disk
+
+    def _begin(self, kind: str) -> None: ...
+
+    def _answer(self, kind: str) -> None: ...
