@@ -17,7 +17,7 @@ from tests.integration.cli_case import nothing_is_left as nothing_is_left  # a f
 from tests.waiting import wait_for
 
 # The first test may have to build the model.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(1200)]
 
 ARMS = ("--arm", "keep: engine.kv=keep", "--arm", "drain: engine.kv=drain", "--seeds", "0")
 TINY = ("trainer.groups_per_step=16", "engine.concurrency=64", "eval.num_prompts=100", "trainer.steps=240")

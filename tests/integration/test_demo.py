@@ -11,7 +11,6 @@ from safetensors import safe_open
 
 from tests.integration.pipeline import ROOT, assert_closes, trained_groups
 
-# test_tutorial.py trains the same model in every run of the tests.
 pytestmark = [pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(1500)]
 
 STEPS, GROUPS = 3, 3

@@ -13,7 +13,7 @@ from pipelinerl_core.storage.object_store import open_store
 from tests.integration.pipeline import ROOT, TOKEN, assert_closes, committed_steps, make_run, role
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(1500)]
 
 STEPS = 160
 SETTINGS = [

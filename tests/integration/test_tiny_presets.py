@@ -1,7 +1,4 @@
-"""Every preset runs with --tiny: three steps with its engine, learner, transport and adapters, on a CPU.
-
-The preset with vLLM, DeepSpeed, several ranks and work pools runs always, `make campaigns` runs the others.
-"""
+"""Every preset runs with --tiny: three steps with its engine, learner, transport and adapters, on a CPU."""
 
 import json
 import os
@@ -14,7 +11,7 @@ from pipelinerl_core.config import preset_names
 from pipelinerl_core.models.resolve import load_config
 from tests.integration.pipeline import ROOT, assert_closes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +22,7 @@ def environment(tmp_path_factory):
     return {**inherited, **caches, "HF_HUB_OFFLINE": "1"}
 
 
-ALWAYS = "math-7b-16gpu"
-
-
-@pytest.mark.parametrize(
-    "preset",
-    [pytest.param(name, marks=[] if name == ALWAYS else [pytest.mark.campaign]) for name in preset_names()],
-)
+@pytest.mark.parametrize("preset", preset_names())
 def test_a_preset_runs_to_its_end_with_tiny(tmp_path, environment, preset):
     command = [
         sys.executable,

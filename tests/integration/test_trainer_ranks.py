@@ -95,6 +95,7 @@ def arithmetic_of(url: str, key: str) -> list[object]:
     return [epoch.arithmetic[key] for epoch in read_epochs(open_store(url)) if epoch.role == "trainer"]
 
 
+@pytest.mark.campaign
 def test_a_rank_that_stands_still_is_a_lost_rank(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/one"
     make_run(url, "trainer.ranks=2", *SMALL, "trainer.collective_seconds=45", "weights.durable_every=1")
@@ -160,6 +161,7 @@ def test_ranks_on_another_host_join_every_start_of_rank_0(tmp_path: Path) -> Non
     assert_closes(url)
 
 
+@pytest.mark.campaign
 def test_ranks_on_another_host_stay_until_rank_0_lets_them_go(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/one"
     two_hosts = ["placement.kind=work_pools", "placement.trainer_nodes=2", "placement.trainer_host=127.0.0.1"]

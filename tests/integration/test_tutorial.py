@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.pipeline import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(900)]
 
 PAGE = (ROOT / "docs" / "tutorials" / "own-problem.md").read_text()
 FILES = {name: text for text, name in re.findall(r"```(?:python|toml)\n(# (\S+)\n.*?)```", PAGE, re.DOTALL)}

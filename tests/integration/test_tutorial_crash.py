@@ -12,7 +12,7 @@ from tests.integration.cli_case import committed, left_over
 from tests.integration.pipeline import ROOT
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(900)]
 
 PAGE = (ROOT / "docs" / "tutorials" / "crash.md").read_text()
 COMMANDS = [line for block in re.findall(r"```(?:sh)?\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]

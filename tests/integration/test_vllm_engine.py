@@ -339,6 +339,7 @@ def test_an_engine_core_that_keeps_dying_ends_the_engine_with_its_reason(shared)
     shared.run(main())
 
 
+@pytest.mark.campaign
 def test_a_cache_that_is_too_small_for_all_slots_takes_fewer_and_loses_nothing(start):
     async def main():
         engine = await start(slots=16, kv_bytes=2**20, stream_interval=4)

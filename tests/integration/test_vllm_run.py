@@ -97,6 +97,7 @@ def end(command):
     command.stdout.close()
 
 
+@pytest.mark.campaign
 def test_weights_are_broadcast_from_the_trainers_memory_and_a_killed_core_finds_its_way_back(
     tmp_path, prepared_model
 ):
