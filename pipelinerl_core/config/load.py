@@ -169,7 +169,7 @@ def _replaced(section: str, old: type[BaseModel], new: type[BaseModel], table: d
 
 def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
     location = [str(part) for part in detail["loc"] if part != _NUMBER]
-    dotted = _printable(".".join(_without_tags(location, values)))
+    dotted = _printable(".".join(_without_tag(location)))
     if detail["type"] == "extra_forbidden":
         return _hint(dotted, values)
     if detail["type"] == "missing":
@@ -182,7 +182,7 @@ def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
         values_there = detail["ctx"]["expected"].replace("'", "").replace("True or False", "true or false")
         return f"{dotted}={_printable(str(detail['input']))}: must be {values_there}"
     message = detail["msg"].removeprefix("Value error, ")
-    if not dotted:
+    if detail["type"] == "value_error" and "." not in dotted:  # of the configuration or a section: names its keys
         return message
     return f"{dotted}={detail['input']!r}: {message[:1].lower()}{message[1:]}"
 
@@ -192,11 +192,10 @@ def _printable(text: str) -> str:
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
-def _without_tags(location: list[str], values: dict[str, Any]) -> list[str]:
-    """Drop the union tags that pydantic puts into a location (prompts.sums.lengths -> prompts.lengths)."""
-    if len(location) > 1 and location[1] in variants(location[0]) and location[1] not in values.get(location[0], {}):
-        return [location[0], *location[2:]]
-    return location
+def _without_tag(location: list[str]) -> list[str]:
+    """Drop the kind that pydantic puts after a section whose keys depend on the kind: prompts.sums.lengths ->
+    prompts.lengths. A kind may have the name of one of its keys."""
+    return location if not variants(location[0] if location else "") else [location[0], *location[2:]]
 
 
 def _hint(unknown: str, values: dict[str, Any]) -> str:

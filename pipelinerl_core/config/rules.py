@@ -111,6 +111,8 @@ def _section_problem(error: ValidationError) -> str:
         owner = f"{section}.kind={kind}"
     if detail["type"] == "extra_forbidden":
         return f"{'.'.join(key)}: no key of {owner}"
+    if detail["type"] == "value_error":  # names its keys
+        return detail["msg"].removeprefix("Value error, ")
     return f"{'.'.join(key) or 'kind'}: {detail['msg'].lower()}"
 
 

@@ -24,7 +24,7 @@ def pause(run: "Simulation") -> str:
 
 
 def second(run: "Simulation") -> str:
-    """Another process of the same role, on another host; the first one goes on."""
+    """Another process of the same role starts on another host, beside the first process."""
     name = run.world.rng.choice(run.names)
     run.start(name, host=f"host-{run.world.rng.randrange(1000)}")
     return name

@@ -319,7 +319,12 @@ def test_an_exit_code_above_255_is_an_error_of_a_fork_too(tmp_path):
         (['environment.command=["a"]'], "Set environment.kind=command, or remove"),
         (["environment.kind=command", 'environment.command=["a"]', "prompts.kind=environment"], "no tasks"),
         ([*SETTINGS, 'environment.command=["a"]', "environment.path=x.py:Y"], "must be builtin:command"),
-        ([*SETTINGS, 'environment.command=["a"]', 'environment.preload=["b"]'], "a command that runs a Python file"),
+        ([*SETTINGS, 'environment.command=["a"]', 'environment.preload=["b"]'],
+         "^environment.preload is for a command that runs a Python file"),
+        ([*SETTINGS, 'environment.command=["a"]', "environment.programs=0"], "^environment.programs=0: input should"),
+        ([*SETTINGS, 'environment.command=["a"]', "environment.comand=1"], "^environment.comand: no such key"),
+        (['mixture.a.environment.kind=command', 'mixture.a.environment.command=["a"]',
+          'mixture.a.environment.preload=["b"]'], "^mixture.a: environment.preload is for .* a Python file"),
         ([*SETTINGS, 'environment.command=["a"]', "environment.reward=posted", "reward.kind=sums"], "Remove one"),
         (["environment.id=a"], "Set environment.kind=verifiers, or remove"),
         (["environment.kind=verifiers", "prompts.kind=environment"], "environment.id: not set"),
@@ -327,7 +332,7 @@ def test_an_exit_code_above_255_is_an_error_of_a_fork_too(tmp_path):
         ([*VERIFIERS, "environment.reward=posted"], "environment.reward needs environment.kind=command"),
         (["environment.kind=verifiers", "environment.id=a"], "but prompts.kind=\\w+. Set prompts.kind=environment"),
     ],
-)
+)  # fmt: skip
 def test_a_configuration_that_contradicts_itself_is_refused_in_one_line(overrides, says):
     with pytest.raises(ConfigError, match=says) as raised:
         load_config("quickstart", overrides)
