@@ -21,7 +21,7 @@ from pipelinerl_core.storage.object_store import open_store
 from tests.integration.pipeline import ROOT, assert_closes, committed_steps
 from tests.integration.prefect_server import MAX_RESUMES, Prefect, await_, postgres
 
-pytestmark = [pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 CANCEL_SECONDS = 120.0
 """Within which a cancelled run leaves nothing behind."""

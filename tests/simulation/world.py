@@ -83,7 +83,7 @@ class World:
         self._times: list[tuple[float, int, Task, int, Callable[[], None] | None]] = []
         self._serial = 0
         self._hub = getcurrent()
-        self._tasks: list[Task] = []
+        self._tasks: dict[Task, None] = {}
 
     # ---- threads -------------------------------------------------------------------------------------------------
 
@@ -100,11 +100,12 @@ class World:
             except BaseException as error:  # noqa: BLE001 - ends the simulation
                 self.failure = self.failure or error
             task.is_done = True
+            self._tasks.pop(task, None)
             for waiter, token in task.waiters:
                 self.wake(waiter, token)
 
         task = Task(process, greenlet(run, self._hub))
-        self._tasks.append(task)
+        self._tasks[task] = None
         self._ready.append(task)
         return task
 
