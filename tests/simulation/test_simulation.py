@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.campaign]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,12 +22,12 @@ def simulation(*arguments):
 
 
 def test_runs_with_faults_lose_nothing_train_nothing_twice_and_end():
-    done = simulation("--seeds", "8", "--jobs", "1")
+    done = simulation("--first", "4", "--seeds", "8", "--jobs", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("8 runs, 80 faults, 0 failed")
 
 
 def test_a_seed_has_one_trace():
-    first, again = simulation("--seed", "3"), simulation("--seed", "3")
+    first, again = simulation("--seed", "4"), simulation("--seed", "4")
     assert first.stdout == again.stdout
     assert "fault" in first.stdout
