@@ -149,7 +149,7 @@ class SimulatedTrainer:
         registered = self._client.request(Register(role="trainer", name="trainer", epoch=_EPOCH))
         if not isinstance(registered, Registered):
             raise PipelineRLError(f"the hub does not register the trainer: {registered}")
-        self._commit((), ())
+        self._commit(())
 
     def take_step(self, wait_seconds: float = 0.5) -> int:
         """Reserve, fetch, read and commit; the number of groups, 0 if there were too few within the wait."""
@@ -171,19 +171,17 @@ class SimulatedTrainer:
                 if len(values) != self._num_tokens or offsets[-1] != self._num_tokens:
                     raise PipelineRLError(f"group {key}: {len(values)} values of {name}")
             self.latencies.append(time.time() - rows.column("finished_at")[0].as_py())
-        self._commit(groups, answer.fates)
+        self._commit(answer.decided)
         return len(groups)
 
     def close(self) -> None:
         self._client.close()
 
-    def _commit(self, groups: tuple[tuple[int, int], ...], fates: tuple[FateRecord, ...]) -> None:
+    def _commit(self, fates: tuple[FateRecord, ...]) -> None:
         manifest = WeightManifest(
             version=self._step, epoch=_EPOCH, files=(), key=None, shm=None, host="", published_at=time.time()
         )
-        answer = self._client.request(
-            Committed(step=self._step, epoch=_EPOCH, manifest=manifest, groups=groups, fates=fates)
-        )
+        answer = self._client.request(Committed(step=self._step, epoch=_EPOCH, manifest=manifest, fates=fates))
         if not isinstance(answer, Ack):
             raise PipelineRLError(f"the hub refuses the commit of step {self._step}: {answer}")
         self._step += 1

@@ -246,9 +246,8 @@ class Committed(Message):
     epoch: Count
     manifest: WeightManifest | None
     """None if this version was not published (weights.publish_every > 1)."""
-    groups: tuple[tuple[Count, Attempt], ...]
     fates: tuple[FateRecord, ...] = ()
-    """Untrained fates that the commit records; the hub removes them from its pending fates."""
+    """All fates that the commit records: of trained groups, and pending fates of the hub."""
     metrics: dict[str, Finite] = Field(default_factory=dict)
     """Step metrics, for the live view and the tracker."""
     is_last: bool = False
@@ -351,6 +350,15 @@ class Reserved(LedgerSnapshot, Message):
     """Why the step is not ready, as text for a log line."""
     ready_groups: Count = 0
     """Ready groups while the step is not ready. A trainer gives up if this number does not grow."""
+
+    @property
+    def decided(self) -> tuple[FateRecord, ...]:
+        """All fates that the commit of the step records: `fates`, and `trained` for the groups of the step."""
+        trained = [
+            FateRecord(group_id=ref.group_id, attempt=ref.attempt, fate="trained", num_tokens=ref.num_tokens)
+            for ref in self.groups
+        ]
+        return (*self.fates, *trained)
 
 
 class RowsHeader(Message):

@@ -119,7 +119,7 @@ class ScriptedRun:
         self._trainer_epoch = 1
         self._reason = ""
         self.ledger = Ledger(config, clock=lambda: float(self.now), schedule=schedule)
-        self.ledger.committed(0, (), (), _manifest(0))
+        self.ledger.committed(0, (), _manifest(0))
 
     @property
     def next_step(self) -> int:
@@ -198,12 +198,11 @@ class ScriptedRun:
         step = self.ledger.committed_step + 1
         masked = self.ledger.tokens()["masked_stale"]
         version = f" v{step}" if self._config.publishes(step) else ""
-        groups = [(ref.group_id, ref.attempt) for ref in answer.groups]
-        self.ledger.committed(step, groups, answer.fates, _manifest(step) if version else None)
-        for key in groups:
-            self.ready_since.pop(key[0])
-            self.fates.append((key[0], "trained"))
-            self.trained.append((step, self._summaries[key]))
+        self.ledger.committed(step, answer.decided, _manifest(step) if version else None)
+        for ref in answer.groups:
+            self.ready_since.pop(ref.group_id)
+            self.fates.append((ref.group_id, "trained"))
+            self.trained.append((step, self._summaries[ref.group_id, ref.attempt]))
         self.recorded_fates.extend(answer.fates)
         masked = self.ledger.tokens()["masked_stale"] - masked
         self._note(f"commit {step}{version}" + (f", {masked} tokens masked" if masked else ""))

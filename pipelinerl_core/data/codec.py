@@ -46,6 +46,7 @@ _TOKEN_BYTES = (
     (ROLLOUT_SCHEMA.get_field_index("completion_token_ids"), 8 + 1 / 8),
 )
 _BYTES_BESIDE_TOKENS = 300
+SEGMENT_OPTIONS = pa.ipc.IpcWriteOptions(compression="zstd")
 _CHECKSUMS = b"crc32"
 """Footer entry of a segment: the CRC-32 checksums of the values of its batches, in order, separated by commas."""
 
@@ -196,9 +197,8 @@ def origin_column(rows: Sequence[Sequence[Origin]]) -> pa.Array:
 def to_segment(batches: Sequence[pa.RecordBatch]) -> bytes:
     """An Arrow IPC file (zstd) of at least one batch of the same schema, with a checksum per batch in the footer."""
     sink = pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression="zstd")
     footer = {_CHECKSUMS: _checksums(batches)}
-    with pa.ipc.new_file(sink, batches[0].schema, options=options, metadata=footer) as writer:
+    with pa.ipc.new_file(sink, batches[0].schema, options=SEGMENT_OPTIONS, metadata=footer) as writer:
         for batch in batches:
             writer.write_batch(batch)
     data: bytes = sink.getvalue().to_pybytes()

@@ -358,14 +358,13 @@ class Ledger(LedgerView):
     def committed(
         self,
         step: int,
-        groups: Sequence[tuple[int, int]],
         fates: Sequence[FateRecord],
         manifest: WeightManifest | None,
     ) -> bool:
         """Record the commit of a step: decide its groups and announce its version. False if it was already recorded.
 
-        fates: the fates that the commit records, with or without the fates of `groups`. Raises ValueError if an
-        earlier commit is missing; the caller must read that commit from the store first.
+        fates: all fates that the commit records. Raises ValueError if an earlier commit is missing; the caller must
+        read that commit from the store first.
         """
         if step <= self.committed_step:
             self.announce(manifest)
@@ -373,22 +372,15 @@ class Ledger(LedgerView):
         if step > self.committed_step + 1:
             raise ValueError(f"commit {step} follows {self.committed_step}: a commit is missing")
         pool = self._pool
-        tokens_of = {(record.group_id, record.attempt): record.num_tokens for record in fates}
         reservation = pool.reservations.pop(step, None)
-        others = list(groups)
+        others = list(fates)
         if reservation is not None:
-            others = pool.train_reserved(reservation, groups)
+            others = pool.train_reserved(reservation, fates)
             pool.return_groups(reservation, list(reservation.refs))
             pool.fates = [*reservation.answer.fates, *pool.fates]
             self.actor_reports.commit_swaps(reservation.answer.swaps)
-        for group_id, attempt in others:
-            num_tokens = tokens_of.get((group_id, attempt), 0)
-            pool.decide_by_commit(
-                FateRecord(group_id=group_id, attempt=attempt, fate="trained", num_tokens=num_tokens), step
-            )
-        for record in fates:
-            if record.fate != "trained":
-                pool.decide_by_commit(record, step)
+        for record in others:
+            pool.decide_by_commit(record, step)
         recorded = {record.group_id for record in fates}
         pool.fates = [record for record in pool.fates if record.group_id not in recorded]
         self.committed_step = step

@@ -305,15 +305,15 @@ class GroupPool:
         self.tokens.arrive(UNKNOWN_ACTOR, record.num_tokens)
         self.tokens.decide(UNKNOWN_ACTOR, {record.fate: record.num_tokens})
 
-    def train_reserved(self, reservation: Reservation, groups: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Decide groups of a reservation as trained; returns the groups that the reservation does not hold."""
+    def train_reserved(self, reservation: Reservation, fates: Sequence[FateRecord]) -> list[FateRecord]:
+        """Decide groups of a reservation as trained; returns the fates of groups that it does not hold."""
         others = []
-        for group_id, attempt in groups:
-            ref = reservation.refs.get(group_id)
-            if ref is None or ref.attempt != attempt:
-                others.append((group_id, attempt))
+        for record in fates:
+            ref = reservation.refs.get(record.group_id)
+            if record.fate != "trained" or ref is None or ref.attempt != record.attempt:
+                others.append(record)
                 continue
-            self.train(reservation, group_id, self.tokens)
-            self._note_decided(group_id, attempt)
-            del reservation.refs[group_id]
+            self.train(reservation, record.group_id, self.tokens)
+            self._note_decided(record.group_id, record.attempt)
+            del reservation.refs[record.group_id]
         return others

@@ -189,7 +189,7 @@ class _Simulation:
         self._asked_again_for = 0  # step whose second request is scheduled
         self._has_pauses = config.schedule.leases_more
         self._ledger = Ledger(config, clock=lambda: self._now)
-        self._ledger.committed(0, (), (), _manifest(0))
+        self._ledger.committed(0, (), _manifest(0))
         self._engines = [
             SimulatedEngine(
                 ActorKey(f"actor-{number}", 1),
@@ -448,8 +448,7 @@ class _Simulation:
     def _commit(self, step: int, answer: Reserved) -> None:
         """A step is committed: the window admits groups, and the version is announced."""
         is_published = self._config.publishes(step)
-        groups = [(ref.group_id, ref.attempt) for ref in answer.groups]
-        self._ledger.committed(step, groups, answer.fates, _manifest(step) if is_published else None)
+        self._ledger.committed(step, answer.decided, _manifest(step) if is_published else None)
         if is_published:
             for number in range(len(self._engines)):
                 self._at(self._now + self._work.publish_seconds, partial(self._swap, number, step))

@@ -120,7 +120,7 @@ class World:
         self.process = process
         self.url = self.told(0.0).url
         self.trainer = Peer(self.url, "trainer", "trainer", 1)
-        self.trainer.client.request(Committed(step=0, epoch=1, manifest=MANIFEST, groups=()))
+        self.trainer.client.request(Committed(step=0, epoch=1, manifest=MANIFEST))
         self.intruder = Peer(self.url, "actor", "intruder", 9)
         self.lost = self.intruder.lease()
         self.intruder.client.request(Bye())
@@ -297,7 +297,7 @@ def a_swap(**fields) -> Callable[[World], Answer]:
     return lambda world: world.intruder.sync(swaps=(SwapRecord.model_construct(**swap),))
 
 
-MINE = (Committed(step=1, epoch=9, manifest=None, groups=(), is_last=True), Reserve(step=1, epoch=9))
+MINE = (Committed(step=1, epoch=9, manifest=None, is_last=True), Reserve(step=1, epoch=9))
 CASES = [
     Case("malformed JSON", lambda world: world.raw(b'{"kind": "group", '), "schema", "not a valid request"),
     Case("no JSON", lambda world: world.raw(b"\xff\xfe\x00"), "schema", "not a valid request"),
@@ -416,7 +416,7 @@ def test_the_run_goes_on_with_the_rows_that_were_sent_honestly(tmp_path):
         for header, rows in client.request_rows(Rows(step=1, groups=keys)):
             assert {rollout.actor for rollout in decode_rollouts(rows)} == {samplers[header.group_id]}
         assert reserved.tokens["ready"] == reserved.tokens["generated"] == 96
-        assert isinstance(client.request(Committed(step=1, epoch=1, manifest=None, groups=keys)), Ack)
+        assert isinstance(client.request(Committed(step=1, epoch=1, manifest=None, fates=reserved.decided)), Ack)
         tokens = world.told(time.time()).live["tokens"]
         assert tokens["trained"] == tokens["generated"] == 96
         for peer in (world.actor, world.intruder, world.trainer):

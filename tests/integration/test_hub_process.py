@@ -143,12 +143,11 @@ class Trainer:
         return answer
 
     def commit(self, step: int, answer: Reserved | None = None, *, is_announced: bool = True) -> None:
-        refs = answer.groups if answer else ()
         put_commit(self.store, step, manifest=weight_manifest(step), **(trained_by(answer) if answer else {}))
         if is_announced:
-            groups = tuple((ref.group_id, ref.attempt) for ref in refs)
+            fates = answer.decided if answer else ()
             self.client.request(
-                Committed(step=step, epoch=1, manifest=weight_manifest(step), groups=groups, is_last=step == 2)
+                Committed(step=step, epoch=1, manifest=weight_manifest(step), fates=fates, is_last=step == 2)
             )
 
 

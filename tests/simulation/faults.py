@@ -1,9 +1,14 @@
-"""Faults of a simulation. Each happens at a time of the seed, to a process or the store of the seed."""
+"""Faults of a simulation: each has a time, a kind and a seed of its own, so that a run can leave out some of them."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import random
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
+from pipelinerl_core.run.drain import ask_to_drain
+from pipelinerl_core.run.hub_status import HubWatch
+from pipelinerl_core.tools.gc import collect
 from tests.simulation.network import NETWORK
+from tests.simulation.store import SimulatedStore
 
 if TYPE_CHECKING:
     from tests.simulation.run import Simulation
@@ -11,72 +16,138 @@ if TYPE_CHECKING:
 REQUESTS = ("put", "get", "exists", "list", "delete")
 
 
-def kill(run: "Simulation") -> str:
-    name = run.world.rng.choice(run.names)
+class Fault(NamedTuple):
+    """Something that happens to a process, the network or the store."""
+
+    when: float
+    """Simulated seconds."""
+    kind: str
+    seed: int
+
+
+def kill(run: "Simulation", rng: random.Random) -> str:
+    name = rng.choice(run.names)
     run.processes[name].kill()
     return name
 
 
-def pause(run: "Simulation") -> str:
-    name, seconds = run.world.rng.choice(run.names), run.world.rng.choice([0.5, 5.0, 15.0, 3600.0])
+def pause(run: "Simulation", rng: random.Random) -> str:
+    name, (seconds,) = rng.choice(run.names), rng.choices([0.5, 5.0, 15.0, 120.0, 3600.0], [30, 30, 30, 9, 1])
     run.processes[name].paused_until = run.world.now + seconds
     return f"{name} for {seconds} s"
 
 
-def second(run: "Simulation") -> str:
-    """Another process of the same role starts on another host, beside the first process."""
-    name = run.world.rng.choice(run.names)
-    run.start(name, host=f"host-{run.world.rng.randrange(1000)}")
-    return name
+def second(run: "Simulation", rng: random.Random) -> str:
+    """Another process of the same role starts beside the first process, half of the times on another host."""
+    name, host = rng.choice(run.names), rng.choice(["host", f"host-{rng.randrange(1000)}"])
+    run.start(name, host=host)
+    return f"{name} on {host}"
 
 
-def store_fails(run: "Simulation") -> str:
-    rng, seconds = run.world.rng, run.world.rng.choice([0.05, 0.5, 3.0])
+def store_fails(run: "Simulation", rng: random.Random) -> str:
+    seconds = rng.choice([0.05, 0.5, 3.0])
     run.disk.fails_until = run.world.now + seconds
     run.disk.fails = set(rng.sample(REQUESTS, rng.randint(1, len(REQUESTS))))
     return f"{sorted(run.disk.fails)} for {seconds} s"
 
 
-def store_slow(run: "Simulation") -> str:
-    run.disk.slow_until = run.world.now + run.world.rng.choice([0.5, 5.0])
-    return ""
+def store_full(run: "Simulation", rng: random.Random) -> str:
+    """No object can be written, but every other request is answered."""
+    seconds = rng.choice([0.5, 5.0])
+    run.disk.full_until = run.world.now + seconds
+    return f"for {seconds} s"
 
 
-def messages_lost(run: "Simulation") -> str:
-    NETWORK.loses = run.world.rng.choice([0.1, 0.5])
+def store_slow(run: "Simulation", rng: random.Random) -> str:
+    seconds = rng.choice([0.5, 5.0])
+    run.disk.slow_until = run.world.now + seconds
+    return f"for {seconds} s"
+
+
+def wrong_listing(run: "Simulation", rng: random.Random) -> str:
+    """The next listing of a folder lacks its objects, or the newer half of its objects."""
+    run.disk.lacking = rng.choice(["commits", "epochs", "rollouts", "partials"]), rng.choice([0.0, 0.5])
+    return f"{run.disk.lacking}"
+
+
+def damage(run: "Simulation", rng: random.Random) -> str:
+    """A bit of an object that the run can do without changes: of a segment, or the partial log of an actor."""
+    keys = sorted(key for key in run.disk.objects if key.startswith(("rollouts/", "partials/")))
+    if not keys:
+        return "nothing"
+    key = rng.choice(keys)
+    data = bytearray(run.disk.objects[key])
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    run.disk.objects[key] = bytes(data)
+    run.disk.damaged.add(key)
+    return key
+
+
+def messages_lost(run: "Simulation", rng: random.Random) -> str:
+    NETWORK.loses = rng.choice([0.1, 0.5])
 
     def heal() -> None:
         NETWORK.loses = 0.0
 
-    run.world.at(run.world.now + run.world.rng.choice([0.5, 3.0]), heal)
+    run.world.at(run.world.now + rng.choice([0.5, 3.0]), heal)
     return str(NETWORK.loses)
 
 
-def connections_lost(run: "Simulation") -> str:
+def connections_lost(run: "Simulation", rng: random.Random) -> str:
     for server in NETWORK.servers.values():
         for client in list(server.clients):
-            if run.world.rng.random() < 0.5:
+            if rng.random() < 0.5:
                 client.lost("the network")
     return ""
 
 
-def clock_set(run: "Simulation") -> str:
-    name, seconds = run.world.rng.choice(run.names), run.world.rng.choice([-3600.0, -5.0, 5.0, 3600.0])
+def clock_set(run: "Simulation", rng: random.Random) -> str:
+    name, seconds = rng.choice(run.names), rng.choice([-3600.0, -5.0, 5.0, 3600.0])
     run.processes[name].clock_offset += seconds
     return f"{name} by {seconds} s"
 
 
-FAULTS: dict[str, Callable[["Simulation"], str]] = {
-    "kill": kill, "pause": pause, "second process": second, "store fails": store_fails, "store slow": store_slow,
-    "messages lost": messages_lost, "connections lost": connections_lost, "clock set": clock_set,
+def drain(run: "Simulation", rng: random.Random) -> str:
+    """`pipelinerl drain`; once all roles have ended, the run is resumed."""
+    run.command("drain", lambda store: ask_to_drain(store, "user"))
+    return ""
+
+
+def collect_garbage(run: "Simulation", rng: random.Random) -> str:
+    """`pipelinerl gc` of a run that may be live."""
+
+    def collect_all(store: SimulatedStore) -> None:
+        is_live = HubWatch(store).find_live() is not None
+        collect(store, run.config, with_rollouts=False, dry_run=False, is_live=is_live)
+
+    run.command("gc", collect_all)
+    return ""
+
+
+FAULTS: dict[str, Callable[["Simulation", random.Random], str]] = {
+    "kill": kill, "pause": pause, "second process": second, "store fails": store_fails, "store full": store_full,
+    "store slow": store_slow, "wrong listing": wrong_listing, "damaged object": damage,
+    "messages lost": messages_lost, "connections lost": connections_lost, "clock set": clock_set, "drain": drain,
+    "gc": collect_garbage,
 }  # fmt: skip
-WEIGHTS = {"kill": 4, "pause": 1, "second process": 1, "store fails": 3, "store slow": 1, "messages lost": 1,
-           "connections lost": 1, "clock set": 1}  # fmt: skip
+WEIGHTS = {"kill": 8, "pause": 2, "second process": 3, "store fails": 6, "store full": 1, "store slow": 2,
+           "wrong listing": 3, "damaged object": 1, "messages lost": 2, "connections lost": 2, "clock set": 1,
+           "drain": 1, "gc": 1}  # fmt: skip
 
 
-def plan(run: "Simulation", number: int, until: float) -> None:
-    """Schedule `number` faults at random times before `until`."""
-    rng = run.world.rng
+def plan(seed: int, number: int, until: float) -> list[Fault]:
+    """`number` faults at random times before `until`."""
+    rng = random.Random(f"faults {seed}")
     kinds = rng.choices(list(WEIGHTS), list(WEIGHTS.values()), k=number)
-    for when, kind in sorted((rng.uniform(0.1, until), kind) for kind in kinds):
-        run.world.at(when, lambda kind=kind: run.note(f"fault {kind}: {FAULTS[kind](run)}"))
+    return sorted(Fault(rng.uniform(0.1, until), kind, rng.getrandbits(32)) for kind in kinds)
+
+
+def schedule(run: "Simulation", faults: Sequence[Fault]) -> None:
+    """Let the faults happen at their times, until the run has ended."""
+
+    def happen(fault: Fault) -> None:
+        if not run.is_finished:
+            run.note(f"fault {fault.kind}: {FAULTS[fault.kind](run, random.Random(fault.seed))}")
+
+    for fault in faults:
+        run.world.at(fault.when, lambda fault=fault: happen(fault))

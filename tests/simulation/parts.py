@@ -118,14 +118,18 @@ class ScriptedLearner:
         self._digest = bytes(32)
 
     def step(self, rows: Sequence[Any]) -> dict[str, float]:
+        world().sleep(0.05 + 0.05 * world().rng.random())
+        self.learn(rows)
+        return {"train/loss": 0.0, "time/compute_seconds": 0.05}
+
+    def learn(self, rows: Sequence[Any]) -> None:
+        """A step without its time."""
         digest = hashlib.sha256(self._digest)
         for row in rows:
             digest.update(repr((row.rollout.group_id, row.rollout.rollout_index, row.advantage)).encode())
             digest.update(row.rollout.completion_token_ids.tobytes())
-        world().sleep(0.05 + 0.05 * world().rng.random())
         self._digest = digest.digest()
         self.version += 1
-        return {"train/loss": 0.0, "time/compute_seconds": 0.05}
 
     def logprobs_of(self, rollouts: Sequence[Any]) -> list[Any]:
         return [rollout.rollout_logprobs for rollout in rollouts]

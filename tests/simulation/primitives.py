@@ -6,6 +6,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import socket as real_socket
 import sys
 import threading as real_threading
 import time as real_time
@@ -316,7 +317,8 @@ class Loop(asyncio.BaseEventLoop):
         own = world()
         if timeout == 0 or self._is_written:
             self._is_written = False
-            own.pause()
+            if own.rng.random() < 0.25:
+                own.pause()
             return []
         me = own.current
         assert me is not None
@@ -350,6 +352,17 @@ class Random:
         return random.Random if name == "Random" else getattr(world().rng, name)
 
 
+class Socket:
+    """The module `socket`."""
+
+    @staticmethod
+    def gethostname() -> str:
+        return process().host
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(real_socket, name)
+
+
 class Uuid:
     """The module `uuid`, from the seed."""
 
@@ -361,6 +374,7 @@ class Uuid:
 _REPLACED = {
     "time": (real_time, Time()), "threading": (real_threading, Threading()),
     "ThreadPoolExecutor": (concurrent.futures.ThreadPoolExecutor, Pool), "uuid": (real_uuid, Uuid()),
+    "socket": (real_socket, Socket()),
 }  # fmt: skip
 
 

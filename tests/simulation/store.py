@@ -18,6 +18,14 @@ class Disk:
         """Kinds of requests that fail until then."""
         self.slow_until = 0.0
         """Until this time a request takes up to a second."""
+        self.full_until = 0.0
+        """Until this time no object can be written."""
+        self.lacking: tuple[str, float] | None = None
+        """The next listing of this folder gives only this share of its keys, the oldest."""
+        self.damaged: set[str] = set()
+        """Objects that a fault has damaged."""
+        self.removed: dict[str, bytes] = {}
+        """Segments that were deleted."""
         self.num_requests = 0
 
 
@@ -26,11 +34,13 @@ class SimulatedStore:
 
     def __init__(self, disk: Disk, process: Process, url: str = "s3://bucket/run") -> None:
         self.url = url
-        self._disk, self._process = disk, process
+        self.disk, self._process = disk, process
 
     def put(self, key: str, data: bytes | memoryview, *, create_only: bool = False) -> None:
         self._begin("put")
-        objects = self._disk.objects
+        if self.disk.world.now < self.disk.full_until:
+            raise StoreUnavailable(f"{self.url}/{key}: no space")
+        objects = self.disk.objects
         if create_only and key in objects:
             self._answer("put")
             raise FileExistsError(f"{self.url}/{key} exists already")
@@ -39,7 +49,7 @@ class SimulatedStore:
 
     def get(self, key: str) -> bytes:
         self._begin("get")
-        data = self._disk.objects.get(key)
+        data = self.disk.objects.get(key)
         self._answer("get")
         if data is None:
             raise MissingObject(f"no object {key!r} in {self.url}")
@@ -47,7 +57,7 @@ class SimulatedStore:
 
     def exists(self, key: str) -> bool:
         self._begin("exists")
-        is_there = key in self._disk.objects
+        is_there = key in self.disk.objects
         self._answer("exists")
         return is_there
 
@@ -57,14 +67,19 @@ class SimulatedStore:
     def list(self, prefix: str) -> list[str]:
         self._begin("list")
         top = f"{prefix}/" if prefix else ""
-        keys = sorted(key for key in self._disk.objects if key.startswith(top))
+        keys = sorted(key for key in self.disk.objects if key.startswith(top))
+        if self.disk.lacking is not None and self.disk.lacking[0] == prefix:
+            keys = keys[: int(len(keys) * self.disk.lacking[1])]
+            self.disk.lacking = None
         self._answer("list")
         return keys
 
     def delete(self, keys: Iterable[str]) -> None:
         self._begin("delete")
         for key in keys:
-            self._disk.objects.pop(key, None)
+            data = self.disk.objects.pop(key, None)
+            if data is not None and key.startswith("rollouts/"):
+                self.disk.removed[key] = data
         self._answer("delete")
 
     def unfinished(self) -> tuple[str, ...]:
@@ -80,7 +95,7 @@ class SimulatedStore:
 
     def _begin(self, kind: str) -> None:
         """The request is on its way."""
-        disk, own = self._disk, self._disk.world
+        disk, own = self.disk, self.disk.world
         disk.num_requests += 1
         own.sleep(own.rng.random() * (1.0 if own.now < disk.slow_until else 0.004))
         if own.now < disk.fails_until and kind in disk.fails and own.rng.random() < 0.5:
@@ -88,7 +103,7 @@ class SimulatedStore:
 
     def _answer(self, kind: str) -> None:
         """The answer is on its way; it may be lost after the request had its effect."""
-        disk, own = self._disk, self._disk.world
+        disk, own = self.disk, self.disk.world
         own.sleep(own.rng.random() * 0.002)
         if own.now < disk.fails_until and kind in disk.fails:
             raise StoreUnavailable(f"{self.url}: {kind}: timed out")
@@ -98,7 +113,7 @@ class PlainStore(SimulatedStore):
     """The store for an audit, outside of the simulated time."""
 
     def __init__(self, disk: Disk) -> None:
-        self.url, self._disk = "s3://bucket/run", disk
+        self.url, self.disk = "s3://bucket/run", disk
 
     def _begin(self, kind: str) -> None: ...
 

@@ -32,6 +32,8 @@ class Process:
         self.paused_until = 0.0
         self.code: int | None = None
         self.on_end: list[Callable[[Process], None]] = []
+        self.stop: Any = None
+        """Event that SIGTERM sets."""
 
     def start(self, main: Callable[[], int]) -> None:
         """Run `main` in a thread; its result is the exit code."""

@@ -75,9 +75,8 @@ class TrainerRequests:
                     f"commit of step {missed} is not in {self._store.url}, but step {step} is committed"
                 )
             commit = read_commit(self._store, keys[missed])
-            trained = [(record.group_id, record.attempt) for record in commit.fates if record.fate == "trained"]
             with self._changed:
-                self._ledger.committed(missed, trained, commit.fates, commit.manifest)
+                self._ledger.committed(missed, commit.fates, commit.manifest)
                 self._state.drop_unneeded_rows()
             logger.info("commit of step %d was not reported to a hub; read from the store", missed)
 
@@ -150,11 +149,10 @@ class TrainerRequests:
         """Record a commit: remove its groups and announce its weight version."""
         with self._changed:
             self._ledger.check_trainer(request.epoch)
-            self._state.check_groups(group_id for group_id, _ in request.groups)
             self._state.check_groups(record.group_id for record in request.fates)
         self._read_missed_commits(request.step - 1)
         with self._changed:
-            is_new = self._ledger.committed(request.step, request.groups, request.fates, request.manifest)
+            is_new = self._ledger.committed(request.step, request.fates, request.manifest)
             if is_new:
                 self.step_metrics = dict(request.metrics)
             if request.is_last:

@@ -8,7 +8,7 @@ A version is announced only after its commit is written.
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data.compaction import compact_rollouts
 from pipelinerl_core.errors import DeadlineExceeded, PipelineRLError, RunOver, StoreError
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.messages import ActorSample, Committed, FateRecord, LedgerSnapshot, Refused, Reserved
+from pipelinerl_core.messages import ActorSample, Committed, LedgerSnapshot, Refused, Reserved
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.trainer.broadcasting import BroadcastPublisher
 from pipelinerl_core.run.compaction import compact_commits, is_due
@@ -193,7 +193,7 @@ class Committer:
         manifest = find()
         if manifest is not None:
             self.newest = self.newest.model_copy(update={"manifest": manifest})
-            self._announce(self.newest, None, is_last=False)
+            self._announce(self.newest, is_last=False)
 
     def _commit_next(self, computed: ComputedStep) -> Commit:
         """`_commit`, if the step before is committed: a gap in the commits could not be closed later."""
@@ -236,7 +236,7 @@ class Committer:
         )
         write_commit(self._store, self._epoch, commit)
         self.newest = commit
-        self._announce(commit, computed.reserved, is_last=is_last)
+        self._announce(commit, is_last=is_last)
         if self._broadcasts is not None and manifest is not None and manifest.is_broadcast:
             self._announce_again(self._broadcasts.deliver)
         self._committed(commit)
@@ -284,7 +284,7 @@ class Committer:
             weights_sha256=sha256,
             manifest=None,
             checkpoint=self._checkpoint,
-            fates=_fates(reserved),
+            fates=reserved.decided,
             swaps=reserved.swaps,
             actors=reserved.actors,
             rescored=computed.rescored,
@@ -294,15 +294,14 @@ class Committer:
             committed_at=time.time(),
         )
 
-    def _announce(self, commit: Commit, reserved: Reserved | None, *, is_last: bool) -> None:
+    def _announce(self, commit: Commit, *, is_last: bool) -> None:
         if self._link is None:
             return
         message = Committed(
             step=commit.step,
             epoch=commit.epoch,
             manifest=commit.manifest,
-            groups=tuple((ref.group_id, ref.attempt) for ref in reserved.groups) if reserved else (),
-            fates=reserved.fates if reserved else (),
+            fates=commit.fates,
             metrics=commit.metrics,
             is_last=is_last,
         )
@@ -314,12 +313,3 @@ class Committer:
             return
         if isinstance(answer, Refused):
             raise error_of(answer)
-
-
-def _fates(reserved: Reserved) -> tuple[FateRecord, ...]:
-    """The fates that the hub reported for untrained groups, and `trained` for the groups of the reservation."""
-    trained: Sequence[FateRecord] = [
-        FateRecord(group_id=ref.group_id, attempt=ref.attempt, fate="trained", num_tokens=ref.num_tokens)
-        for ref in reserved.groups
-    ]
-    return (*reserved.fates, *trained)

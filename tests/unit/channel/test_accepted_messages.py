@@ -374,7 +374,7 @@ OVERRUN = [(sync_with(("counters", "emulation_overrun_seconds"), 1e308)[2][0][0]
 @pytest.mark.parametrize("said", LARGEST, ids=lambda said: f"{said[1]}-{said[2]}-{said[3]}")
 def test_the_end_of_a_range_is_accepted_and_values_beyond_are_refused_by_name(said):
     world = World(MemoryStore())
-    world.trainer.say(Committed(step=0, epoch=1, manifest=None, groups=()))
+    world.trainer.say(Committed(step=0, epoch=1, manifest=None))
     leases = {name: world.sync(name, want=1).leases[0] for name in ("intruder", "other")}
     name, kind, numbers, columns = said
     beyond = (

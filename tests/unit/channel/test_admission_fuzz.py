@@ -59,7 +59,7 @@ SYNC = sync_message(
 )
 MESSAGES = [
     Register(role="actor", name="fuzz", epoch=1), SYNC, GROUP, Sealed(actor="fuzz", epoch=1, seq=0, groups=((1, 0),)),
-    Reserve(step=1, epoch=1), Rows(step=1, groups=((1, 0),)), Committed(step=1, epoch=1, manifest=None, groups=()),
+    Reserve(step=1, epoch=1), Rows(step=1, groups=((1, 0),)), Committed(step=1, epoch=1, manifest=None),
     Bye(),
 ]  # fmt: skip
 

@@ -59,8 +59,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def announce(self, step: int, answer: Reserved) -> None:
         manifest = weight_manifest(step)
-        groups = [(ref.group_id, ref.attempt) for ref in answer.groups]
-        self.ledger.committed(step, groups, answer.fates, manifest)
+        self.ledger.committed(step, answer.decided, manifest)
 
     @rule(
         index=st.integers(0, NUM_ACTORS - 1), want=st.integers(0, 9), sampled=st.integers(0, 40), heard=st.booleans()

@@ -25,7 +25,7 @@ def new_ledger(clock: ManualClock | None = None, *, committed: int = 0, first_at
         small_config(**changes), clock=clock or ManualClock(), boot_id="boot", first_attempt=first_attempt
     )
     if committed >= 0:
-        ledger.committed(0, (), (), manifest(0))
+        ledger.committed(0, (), manifest(0))
     return ledger
 
 
@@ -78,7 +78,11 @@ def deliver_all(ledger: Ledger, grants: Sequence[Grant], versions: dict[int, int
 
 
 def commit(ledger: Ledger, step: int, answer: Reserved) -> None:
-    ledger.committed(step, [(ref.group_id, ref.attempt) for ref in answer.groups], answer.fates, manifest(step))
+    ledger.committed(step, answer.decided, manifest(step))
+
+
+def trained(*group_ids: int) -> list[FateRecord]:
+    return [FateRecord(group_id=group_id, attempt=0, fate="trained", num_tokens=10) for group_id in group_ids]
 
 
 def ids(answer: Reserved) -> list[int]:
@@ -438,8 +442,8 @@ def test_a_committed_step_cannot_be_reserved_again():
 def test_a_version_is_announced_by_its_commit_and_a_repeat_changes_nothing():
     ledger = new_ledger(committed=-1)
     assert ledger.newest_version == -1
-    assert ledger.committed(0, (), (), manifest(0))
-    assert not ledger.committed(0, (), (), manifest(0, host="there"))
+    assert ledger.committed(0, (), manifest(0))
+    assert not ledger.committed(0, (), manifest(0, host="there"))
     assert ledger.newest_version == 0
     assert ledger.manifest is not None
     assert ledger.manifest.host == "there"  # the same version, republished somewhere else
@@ -453,7 +457,7 @@ def test_a_version_beyond_the_commits_is_not_announced():
 
 def test_a_gap_between_commits_is_an_error():
     with pytest.raises(ValueError, match="commit 2 follows 0"):
-        new_ledger().committed(2, (), (), manifest(2))
+        new_ledger().committed(2, (), manifest(2))
 
 
 def test_low_water_is_the_lowest_segment_with_an_undecided_group():
@@ -609,7 +613,7 @@ def test_a_trainer_presents_its_reservation_again_and_missing_rows_come_later():
     assert deliver(ledger, grants[3], {0: 10}) is Arrival.KNOWN
     assert ledger.needs_rows(3, 0)
     check_closes(ledger.tokens())
-    ledger.committed(2, [(2, 0), (3, 0)], (), manifest(2))
+    ledger.committed(2, trained(2, 3), manifest(2))
     assert ledger.tokens()["trained"] == 40
     check_closes(ledger.tokens())
 
@@ -649,12 +653,23 @@ def test_a_lost_group_whose_rows_never_came_to_this_hub_is_leased_again():
     check_closes(ledger.tokens())
 
 
+@pytest.mark.parametrize("arrive", [True, False])
+def test_a_commit_of_the_previous_hub_keeps_its_tokens_if_the_rows_are_missing(arrive):
+    """Its segment is damaged, or not written yet; the trainer had computed the step when the hub was killed."""
+    ledger, grants = restarted(ManualClock(), (2, {0: 10}))
+    ledger.committed(2, trained(2, 3), manifest(2))
+    if arrive:
+        assert deliver(ledger, grants[3], {0: 10}) is Arrival.KNOWN
+    assert ledger.tokens()["trained"] == 40
+    check_closes(ledger.tokens())
+
+
 def test_a_restarted_hub_waits_for_commits_of_steps_whose_reservation_is_unknown():
     ledger, _ = restarted(ManualClock(), (2, {0: 10}), (3, {0: 10}))
     answer = ledger.reserve(3, epoch=2)  # 2 and 3 are ready here, but they belong to step 2
     assert not answer.is_ready
     assert "steps [2]" in answer.reason
-    ledger.committed(2, [(2, 0), (3, 0)], (), manifest(2))
+    ledger.committed(2, trained(2, 3), manifest(2))
     assert not ledger.reserve(3, epoch=2).is_ready
     assert ledger.num_ready == 0
 
@@ -791,7 +806,7 @@ def test_a_restarted_hub_hears_of_a_quarantine_from_the_trainer(clock, present, 
     answer = ledger.reserve(2, epoch=2, quarantined=refused)
     fates = [FateRecord(group_id=ref.group_id, attempt=0, fate="quarantined", num_tokens=10) for ref in refused]
     if has_others:  # the trainer has the answer of the earlier hub, and commits it
-        ledger.committed(2, [(4, 0), (5, 0)], fates, manifest(2))
+        ledger.committed(2, [*fates, *trained(4, 5)], manifest(2))
         clock.now += 10  # after the grace period
         deliver_ready(ledger)
         later = ledger.reserve(3, epoch=2)

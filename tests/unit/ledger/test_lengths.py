@@ -139,7 +139,7 @@ def four_tokens(group_id: int) -> GroupSummary:
 
 def test_a_commit_carries_the_meter_through_a_restart_of_the_hub():
     old = ledger_of()
-    old.committed(0, (), (), None)
+    old.committed(0, (), None)
     old.register_actor(ActorKey("actor-0", 1))
     sync = sync_message(want=5)
     leases = old.sync(ActorKey("actor-0", 1), sync).leases
@@ -170,12 +170,13 @@ def test_a_commit_carries_the_meter_through_a_restart_of_the_hub():
 
 def test_rows_that_come_after_their_reservation_was_presented_are_booked_once():
     ledger = ledger_of(first_attempt=1000)
-    ledger.committed(0, (), (), None)
+    ledger.committed(0, (), None)
     ledger.register_trainer(2, 1, [four_tokens(n).ref for n in (0, 1)])
+    fates = [FateRecord(group_id=n, attempt=0, fate="trained", num_tokens=4) for n in (0, 1)]
     assert ledger.lengths() == {}
     for _ in range(2):
         ledger.add_group(four_tokens(0), "x")
     assert ledger.lengths() == {"generated": FOUR, "ready": FOUR}
-    ledger.committed(1, [(0, 0), (1, 0)], (), None)
+    ledger.committed(1, fates, None)
     assert ledger.lengths() == {"generated": FOUR, "trained": FOUR}  # the rows of group 1 never came
     assert ledger.tokens()["trained"] == 8

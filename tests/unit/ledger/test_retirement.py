@@ -18,7 +18,7 @@ class Run:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.ledger = self.new_ledger(first_attempt=0)
-        self.ledger.committed(0, (), (), weight_manifest(0))
+        self.ledger.committed(0, (), weight_manifest(0))
         self.sampled: dict[ActorKey, int] = {}
         self.sealed: dict[ActorKey, int] = {}
         self.stored: list[SealedGroup] = []
@@ -53,8 +53,7 @@ class Run:
         step = self.ledger.committed_step + 1
         answer = self.ledger.reserve(step, epoch=2)
         assert answer.is_ready
-        groups = [(ref.group_id, ref.attempt) for ref in answer.groups]
-        self.ledger.committed(step, groups, answer.fates, weight_manifest(step))
+        self.ledger.committed(step, answer.decided, weight_manifest(step))
         return answer
 
     def retire(self) -> list[ActorKey]:

@@ -110,7 +110,7 @@ def test_a_reservation_has_the_waits_before_its_step():
     """N = 2, max_lag = 1: W = 4 groups."""
     now = [0.0]
     ledger = Ledger(small_config(), clock=lambda: now[0])
-    ledger.committed(0, (), (), None)
+    ledger.committed(0, (), None)
     ledger.register_actor(A)
     first = ledger.sync(A, sync(0, want=2)).leases
     assert not ledger.reserve(1, epoch=2).is_ready

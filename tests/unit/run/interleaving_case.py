@@ -104,7 +104,7 @@ class Ledger:
     def committed_step(self):
         return self._calls.call("step", self.boot)
 
-    def committed(self, step, groups, fates, manifest):
+    def committed(self, step, fates, manifest):
         return self._calls.call("commit", self.boot, step, manifest.epoch)
 
     def announce(self, manifest):

@@ -74,7 +74,7 @@ class Link:
 
     def announce(self):
         newest = self.newest
-        message = Committed(step=newest.step, epoch=self._epoch, manifest=newest.manifest, groups=())
+        message = Committed(step=newest.step, epoch=self._epoch, manifest=newest.manifest)
         self._do(lambda requests: requests.committed(message))
 
     def _do(self, request):

@@ -108,7 +108,7 @@ class Stalled:
             self.hub.connected(name, lambda: None)
             self(name, Register(role="trainer" if name == "trainer" else "actor", name=name, epoch=1))
         manifest = weight_manifest(0)
-        self("trainer", Committed(step=0, epoch=1, manifest=manifest, groups=()))
+        self("trainer", Committed(step=0, epoch=1, manifest=manifest))
         self.most_bytes = 0
 
     def __call__(self, peer, message, rows=None):

@@ -19,6 +19,7 @@ from pipelinerl_core.messages import (
     Ack,
     Bye,
     Committed,
+    FateRecord,
     Group,
     Lease,
     LeaseRef,
@@ -88,7 +89,7 @@ class Talk:
     def register(self) -> None:
         self("a", Register(role="actor", name="actor-0", epoch=1))
         self("t", Register(role="trainer", name="trainer", epoch=2))
-        self("t", Committed(step=0, epoch=2, manifest=manifest(0), groups=()))
+        self("t", Committed(step=0, epoch=2, manifest=manifest(0)))
 
     def sync(self, want: int, leases: Sequence[str] = (), version: int = 0, **more) -> SyncReply:
         message = sync_message(engine_version=version, want=want, leases=tuple(leases), **more)
@@ -106,8 +107,7 @@ class Talk:
         return answer
 
     def commit(self, step: int, answer: Reserved, **more) -> None:
-        groups = tuple((ref.group_id, ref.attempt) for ref in answer.groups)
-        self("t", Committed(step=step, epoch=2, manifest=manifest(step), groups=groups, fates=answer.fates, **more))
+        self("t", Committed(step=step, epoch=2, manifest=manifest(step), fates=answer.decided, **more))
 
 
 @pytest.fixture
@@ -218,11 +218,12 @@ def test_a_group_that_no_hub_can_have_leased_is_refused_before_the_groups_before
     source = build_source(CONFIG)
     far = Lease(**lease.model_dump(), deadline_seconds=0.0, group_size=2, prompt=source.prompt(0))
     ref, batch = rows_of_lease(far)
+    fate = FateRecord(group_id=10**12, attempt=0, fate="trained", num_tokens=1)
     for peer, message, rows in (
         ("a", Register(role="actor", name="actor-0", epoch=1, leases=(lease,)), None),
         ("a", Group(lease_id="x", ref=ref), batch),
         ("t", Register(role="trainer", name="trainer", epoch=2, step=1, reservation=(ref,)), None),
-        ("t", Committed(step=1, epoch=2, manifest=None, groups=((10**12, 0),)), None),
+        ("t", Committed(step=1, epoch=2, manifest=None, fates=(fate,)), None),
     ):
         with pytest.raises(SchemaMismatch, match="group 1000000000000 was never leased, the next one is 0"):
             talk(peer, message, rows)
@@ -432,7 +433,7 @@ def test_a_stopping_hub_drains_and_answers_a_waiting_reserve(talk, monkeypatch):
 def test_an_older_trainer_is_fenced(talk):
     talk("t", Register(role="trainer", name="trainer", epoch=4))
     with pytest.raises(Fenced):
-        talk("t", Committed(step=1, epoch=2, manifest=None, groups=()))
+        talk("t", Committed(step=1, epoch=2, manifest=None))
 
 
 def test_live_record_shows_the_run(talk):
@@ -459,7 +460,7 @@ def test_live_record_shows_the_run(talk):
 def restarted_before_step_1(talk: Talk, refs: tuple[GroupRef, ...]) -> Talk:
     """A new hub of the same store, to which the trainer presents its reservation of step 1 again."""
     ledger = Ledger(CONFIG, clock=time.time, boot_id="boot", first_attempt=3000)
-    ledger.committed(0, (), (), manifest(0))
+    ledger.committed(0, (), manifest(0))
     new = Talk(talk.store.url.removeprefix("file://"), ledger)
     new("t", Register(role="trainer", name="trainer", epoch=2, step=1, reservation=refs))
     new("a", Register(role="actor", name="actor-0", epoch=1))
