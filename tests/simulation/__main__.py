@@ -1,14 +1,21 @@
-"""`python -m tests.simulation --seeds 100`: simulated runs with faults; `--seed 7` shows the trace of one of them."""
+"""`python -m tests.simulation --seeds 100`: simulated runs with faults; `--seed 7` shows the trace of one of them.
+
+`--seed 7 --shrink` leaves out every fault without which the run fails all the same.
+"""
 
 import argparse
 import logging
 import os
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
 from multiprocessing import get_context
 
-from tests.simulation.run import errors_of, simulate
+from tests.simulation.run import Simulation, errors_of, quiet, simulate
+
+_AT_ONCE = 64
 
 
 def main() -> int:
@@ -16,8 +23,10 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=100, help="number of runs")
     parser.add_argument("--first", type=int, default=0, help="seed of the first run")
     parser.add_argument("--seed", type=int, help="run only this seed, and print its trace")
+    parser.add_argument("--shrink", action="store_true", help="with --seed: leave out faults that are not needed")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of a run")
     parser.add_argument("--faults", type=int, default=10, help="faults of a run")
+    parser.add_argument("--until-failure", action="store_true", help="end with the first run that fails")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     chosen = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets must be the same in every process
@@ -25,21 +34,64 @@ def main() -> int:
                   {**os.environ, "PYTHONHASHSEED": "0"})  # fmt: skip
     logging.disable(logging.CRITICAL)
     if chosen.seed is not None:
-        run = simulate(chosen.seed, chosen.steps, chosen.faults)
+        run = shrunk(chosen.seed, chosen.steps, chosen.faults) if chosen.shrink else None
+        with quiet():
+            run = run or simulate(chosen.seed, chosen.steps, chosen.faults)
         sys.stdout.write("\n".join([*run.trace, *run.errors, ""]))
         return 1 if run.errors else 0
-    begun, bad = time.monotonic(), []
+    begun, num_runs, bad = time.monotonic(), 0, []
     seeds = range(chosen.first, chosen.first + chosen.seeds)
-    with ProcessPoolExecutor(chosen.jobs, mp_context=get_context("spawn")) as pool:
-        settings = ([chosen.steps] * chosen.seeds, [chosen.faults] * chosen.seeds)
-        for seed, errors in zip(seeds, pool.map(errors_of, seeds, *settings, chunksize=4), strict=True):
-            if errors:
-                bad.append(seed)
-                sys.stdout.write(f"seed {seed}: {errors[0].strip().splitlines()[-1]}\n")
+    for seed, errors in results(seeds, chosen.steps, chosen.faults, chosen.jobs):
+        num_runs += 1
+        if errors:
+            bad.append(seed)
+            sys.stdout.write(f"seed {seed}: {errors[0].strip().splitlines()[-1]}\n")
+            if chosen.until_failure:
+                break
+        if num_runs % 1000 == 0:
+            sys.stdout.write(f"{num_runs} runs, {len(bad)} failed, {time.monotonic() - begun:.0f} s\n")
+            sys.stdout.flush()
     seconds = time.monotonic() - begun
-    counts = f"{len(seeds)} runs, {len(seeds) * chosen.faults} faults, {len(bad)} failed {bad[:20]}"
+    counts = f"{num_runs} runs, {num_runs * chosen.faults} faults, {len(bad)} failed {bad[:20]}"
     sys.stdout.write(f"{counts}, {seconds:.0f} s\n")
     return 1 if bad else 0
+
+
+def results(seeds: Sequence[int], steps: int, num_faults: int, jobs: int) -> Iterator[tuple[int, list[str]]]:
+    """(seed, what is wrong with its run), in order; a process serves a limited number of runs."""
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=500) as pool:
+        left = iter(seeds)
+        begun = [(seed, pool.submit(errors_of, seed, steps, num_faults)) for seed in islice(left, _AT_ONCE)]
+        try:
+            while begun:
+                seed, future = begun.pop(0)
+                yield seed, future.result()
+                begun += [(seed, pool.submit(errors_of, seed, steps, num_faults)) for seed in islice(left, 1)]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def shrunk(seed: int, steps: int, num_faults: int) -> Simulation:
+    """The run of a seed with as few faults as it still fails with; all faults if it does not fail."""
+
+    def again(kept: Sequence[int]) -> Simulation:
+        with quiet():
+            return simulate(seed, steps, num_faults, kept)
+
+    kept = list(range(num_faults))
+    run, size = again(kept), num_faults
+    while run.errors and size:
+        size = min(size // 2, len(kept)) if len(kept) > 1 else 0
+        position = 0
+        while size and position < len(kept):
+            fewer = kept[:position] + kept[position + size :]
+            attempt = again(fewer)
+            if attempt.errors:
+                kept, run = fewer, attempt
+            else:
+                position += size
+    run.note(f"{len(kept)} of {num_faults} faults are left")
+    return run
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ def store_fails(run: "Simulation", rng: random.Random) -> str:
     seconds = rng.choice([0.05, 0.5, 3.0])
     run.disk.fails_until = run.world.now + seconds
     run.disk.fails = set(rng.sample(REQUESTS, rng.randint(1, len(REQUESTS))))
-    return f"{sorted(run.disk.fails)} for {seconds} s"
+    run.disk.fail_share = rng.choice([0.05, 0.3, 1.0])
+    return f"{run.disk.fail_share:.0%} of {sorted(run.disk.fails)} for {seconds} s"
 
 
 def store_full(run: "Simulation", rng: random.Random) -> str:
@@ -65,9 +66,22 @@ def store_slow(run: "Simulation", rng: random.Random) -> str:
 
 
 def wrong_listing(run: "Simulation", rng: random.Random) -> str:
-    """The next listing of a folder lacks its objects, or the newer half of its objects."""
-    run.disk.lacking = rng.choice(["commits", "epochs", "rollouts", "partials"]), rng.choice([0.0, 0.5])
-    return f"{run.disk.lacking}"
+    """One of the next listings of a role lacks all objects, or the newer half; in most cases the role has just begun."""
+    name = rng.choice(["hub", "trainer", "actor-0"])
+    if rng.random() < 0.7:
+        run.processes[name].kill()
+        run.start(name)
+    run.processes[name].lacking = rng.randrange(12), rng.choice([0.0, 0.5])
+    return f"{name} {run.processes[name].lacking}"
+
+
+def takeover(run: "Simulation", rng: random.Random) -> str:
+    """A request of a role stalls; meanwhile another host starts the role."""
+    name = rng.choice(["hub", "trainer", "trainer", "actor-0"])
+    stall = rng.randrange(12), rng.choice([0.05, 0.5, 5.0, 15.0])
+    run.processes[name].stall = stall
+    run.start(name, host=f"host-{rng.randrange(1000)}")
+    return f"{name} {stall}"
 
 
 def damage(run: "Simulation", rng: random.Random) -> str:
@@ -126,12 +140,12 @@ def collect_garbage(run: "Simulation", rng: random.Random) -> str:
 
 FAULTS: dict[str, Callable[["Simulation", random.Random], str]] = {
     "kill": kill, "pause": pause, "second process": second, "store fails": store_fails, "store full": store_full,
-    "store slow": store_slow, "wrong listing": wrong_listing, "damaged object": damage,
+    "store slow": store_slow, "wrong listing": wrong_listing, "takeover": takeover, "damaged object": damage,
     "messages lost": messages_lost, "connections lost": connections_lost, "clock set": clock_set, "drain": drain,
     "gc": collect_garbage,
 }  # fmt: skip
 WEIGHTS = {"kill": 8, "pause": 2, "second process": 3, "store fails": 6, "store full": 1, "store slow": 2,
-           "wrong listing": 3, "damaged object": 1, "messages lost": 2, "connections lost": 2, "clock set": 1,
+           "wrong listing": 3, "takeover": 4, "damaged object": 1, "messages lost": 2, "connections lost": 2, "clock set": 1,
            "drain": 1, "gc": 1}  # fmt: skip
 
 

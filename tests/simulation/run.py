@@ -44,6 +44,12 @@ PSUTIL = SimpleNamespace(Process=lambda: _PROCESS)
 CODEC = TextCodec(encode=lambda prompt: np.array([5, 6, 7], np.int32), decode=lambda ids: "x" * int(ids.sum() % 7))
 
 
+# The flow stops the roles this long after the trainer has ended; by then the hub has ended by itself.
+_END_SECONDS = 8.0
+# Between the request to stop and SIGKILL.
+_STOP_SECONDS = 5.0
+
+
 class Simulation:
     """The processes and the store of one run, and its flow: it starts roles again, stops and resumes them."""
 
@@ -58,7 +64,7 @@ class Simulation:
         self.pids: dict[int, Process] = {}
         self.names = ["hub", "trainer", *(f"actor-{index}" for index in range(num_actors))]
         self.ended: set[str] = set()
-        self.is_draining = False
+        self.is_stopping = False
         self.errors: list[str] = []
         self.trace: list[str] = []
         NETWORK.servers.clear()
@@ -78,7 +84,7 @@ class Simulation:
         role = {"hub": self._hub, "trainer": self._trainer}.get(name, self._actor)
         own = self._process(name, host, role)
         self.processes[name] = own
-        if self.is_draining:
+        if self.is_stopping:
             own.stop.set()
 
     def command(self, name: str, body: Callable[[SimulatedStore], None]) -> None:
@@ -106,23 +112,35 @@ class Simulation:
             return
         if own.code in (2, 5, 6):
             self.errors.append(f"{own.name}: exit code {own.code}")
-        if own.code in (0, 2, 5, 6) or self.is_draining:
+        if own.code in (0, 2, 5, 6) or self.is_stopping:
             self.ended.add(own.name)
         else:
             self.world.at(self.world.now + 0.5, lambda: self.start(own.name, own.host))
-        if own.name == "trainer" and own.code == 0 and self.must_resume:
-            self.is_draining = True
-            for other in self.pids.values():
-                other.stop.set()
-        if self.is_draining and self.ended >= set(self.names):
-            self.world.at(self.world.now + 1.0, self._resume)
+        if own.name == "trainer" and own.code == 0:
+            self.world.at(self.world.now + (0.5 if self.must_resume else _END_SECONDS), self._stop)
+
+    def _stop(self) -> None:
+        """The trainer has ended: stop all processes, wherever they run, and resume a run that was drained."""
+        if self.is_stopping or "trainer" not in self.ended:
+            return
+        self.is_stopping = True
+        others = [other for other in self.pids.values() if other.is_alive]
+        for other in others:
+            other.stop.set()
+
+        def end() -> None:
+            for other in others:
+                other.kill()
+            self.ended, self.is_stopping = set(self.names), False
+            if self.must_resume:
+                self._resume()
+
+        self.world.at(self.world.now + _STOP_SECONDS, end)
 
     def _resume(self) -> None:
-        if not self.is_draining:  # two roles ended
-            return
         self.note("the run is resumed")
         self.disk.objects.pop(CONTROL_KEY)
-        self.is_draining, self.ended = False, set()
+        self.ended = set()
         for name in self.names:
             self.start(name)
 
@@ -169,7 +187,7 @@ class Simulation:
 
     @property
     def is_finished(self) -> bool:
-        return len(self.ended) == len(self.names) and not self.is_draining
+        return len(self.ended) == len(self.names) and not self.is_stopping and not self.must_resume
 
 
 @contextlib.contextmanager
@@ -244,7 +262,14 @@ def simulate(seed: int, steps: int = 20, num_faults: int = 0, kept: Sequence[int
     return simulation
 
 
-def errors_of(seed: int, steps: int, num_faults: int, kept: Sequence[int] | None = None) -> list[str]:
-    """What is wrong with a run; its roles print nothing."""
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, what roles print is left out."""
     with contextlib.redirect_stderr(io.StringIO()):
-        return simulate(seed, steps, num_faults, kept).errors
+        yield
+
+
+def errors_of(seed: int, steps: int, num_faults: int) -> list[str]:
+    """What is wrong with a run."""
+    with quiet():
+        return simulate(seed, steps, num_faults).errors

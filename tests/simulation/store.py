@@ -13,15 +13,14 @@ class Disk:
         self.world = world
         self.objects: dict[str, bytes] = {}
         self.fails_until = 0.0
-        """Until this time every request fails, half of them after they had their effect."""
         self.fails: set[str] = set()
-        """Kinds of requests that fail until then."""
+        """Kinds of requests that fail until then, half of them after they had their effect."""
+        self.fail_share = 1.0
+        """Share of these requests that fail."""
         self.slow_until = 0.0
         """Until this time a request takes up to a second."""
         self.full_until = 0.0
         """Until this time no object can be written."""
-        self.lacking: tuple[str, float] | None = None
-        """The next listing of this folder gives only this share of its keys, the oldest."""
         self.damaged: set[str] = set()
         """Objects that a fault has damaged."""
         self.removed: dict[str, bytes] = {}
@@ -68,9 +67,10 @@ class SimulatedStore:
         self._begin("list")
         top = f"{prefix}/" if prefix else ""
         keys = sorted(key for key in self.disk.objects if key.startswith(top))
-        if self.disk.lacking is not None and self.disk.lacking[0] == prefix:
-            keys = keys[: int(len(keys) * self.disk.lacking[1])]
-            self.disk.lacking = None
+        if self._process.lacking is not None:
+            skipped, share = self._process.lacking
+            self._process.lacking = (skipped - 1, share) if skipped else None
+            keys = keys if skipped else keys[: int(len(keys) * share)]
         self._answer("list")
         return keys
 
@@ -98,22 +98,30 @@ class SimulatedStore:
         disk, own = self.disk, self.disk.world
         disk.num_requests += 1
         own.sleep(own.rng.random() * (1.0 if own.now < disk.slow_until else 0.004))
-        if own.now < disk.fails_until and kind in disk.fails and own.rng.random() < 0.5:
-            raise StoreUnavailable(f"{self.url}: {kind}: 503")
+        if self._process.stall is not None:
+            left, seconds = self._process.stall
+            self._process.stall = (left - 1, seconds) if left else None
+            own.sleep(0.0 if left else seconds)
+        self._may_fail(kind, "503")
 
     def _answer(self, kind: str) -> None:
         """The answer is on its way; it may be lost after the request had its effect."""
-        disk, own = self.disk, self.disk.world
+        own = self.disk.world
         own.sleep(own.rng.random() * 0.002)
-        if own.now < disk.fails_until and kind in disk.fails:
-            raise StoreUnavailable(f"{self.url}: {kind}: timed out")
+        self._may_fail(kind, "timed out")
+
+    def _may_fail(self, kind: str, reason: str) -> None:
+        disk, own = self.disk, self.disk.world
+        if own.now < disk.fails_until and kind in disk.fails and own.rng.random() < disk.fail_share:
+            raise StoreUnavailable(f"{self.url}: {kind}: {reason}")
 
 
 class PlainStore(SimulatedStore):
     """The store for an audit, outside of the simulated time."""
 
     def __init__(self, disk: Disk) -> None:
-        self.url, self.disk = "s3://bucket/run", disk
+        world = disk.world
+        super().__init__(disk, Process(world, "audit", "host", 0))
 
     def _begin(self, kind: str) -> None: ...
 

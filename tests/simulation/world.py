@@ -34,6 +34,10 @@ class Process:
         self.on_end: list[Callable[[Process], None]] = []
         self.stop: Any = None
         """Event that SIGTERM sets."""
+        self.stall: tuple[int, float] | None = None
+        """After this number of requests to the store, a request takes these seconds."""
+        self.lacking: tuple[int, float] | None = None
+        """After this number of listings, a listing has only this share of its keys, the oldest."""
 
     def start(self, main: Callable[[], int]) -> None:
         """Run `main` in a thread; its result is the exit code."""
