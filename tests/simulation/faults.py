@@ -66,7 +66,7 @@ def store_slow(run: "Simulation", rng: random.Random) -> str:
 
 
 def wrong_listing(run: "Simulation", rng: random.Random) -> str:
-    """One of the next listings of a role lacks all objects, or the newer half; in most cases the role has just begun."""
+    """One of the next listings of a role, which mostly has just begun, lacks all objects or the newer half."""
     name = rng.choice(["hub", "trainer", "actor-0"])
     if rng.random() < 0.7:
         run.processes[name].kill()
@@ -145,8 +145,8 @@ FAULTS: dict[str, Callable[["Simulation", random.Random], str]] = {
     "gc": collect_garbage,
 }  # fmt: skip
 WEIGHTS = {"kill": 8, "pause": 2, "second process": 3, "store fails": 6, "store full": 1, "store slow": 2,
-           "wrong listing": 3, "takeover": 4, "damaged object": 1, "messages lost": 2, "connections lost": 2, "clock set": 1,
-           "drain": 1, "gc": 1}  # fmt: skip
+           "wrong listing": 3, "takeover": 4, "damaged object": 1, "messages lost": 2, "connections lost": 2,
+           "clock set": 1, "drain": 1, "gc": 1}  # fmt: skip
 
 
 def plan(seed: int, number: int, until: float) -> list[Fault]:

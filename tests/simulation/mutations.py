@@ -58,7 +58,8 @@ DEFECTS: dict[str, tuple[Edit, ...]] = {
              " reader\n", "        except StoreError as error:\n"),
     ),
     "the hub's start ends with a segment that is deleted meanwhile (audit, 5)": (
-        Edit("roles/hub/recovery.py", "        except MissingObject as error:", "        except ZeroDivisionError as error:"),
+        Edit("roles/hub/recovery.py", "        except MissingObject as error:",
+             "        except ZeroDivisionError as error:"),
     ),
     "the commits are listed before the claim (ADR 19)": (
         Edit("run/history.py", '    through = max(max(counted_commit_keys(store), default=-1) for _ in range(2))\n'
@@ -69,8 +70,8 @@ DEFECTS: dict[str, tuple[Edit, ...]] = {
              '    claim = take_epoch(store, "trainer", through, arithmetic, is_claim=True)\n'),
     ),
     "no check for a newer trainer after the write of a commit (ADR 19)": (
-        Edit("run/history.py", "    # A trainer that claimed its epoch between check and write may have listed the commits"
-             " before the write.\n    check_not_fenced(store, epoch)\n", ""),
+        Edit("run/history.py", "    # A trainer that claimed its epoch between check and write may have listed the"
+             " commits before the write.\n    check_not_fenced(store, epoch)\n", ""),
     ),
     "no check for a newer trainer at all (ADR 19)": (
         Edit("run/history.py", "        if newer.role == epoch.role:\n", "        if False:\n"),
@@ -79,14 +80,15 @@ DEFECTS: dict[str, tuple[Edit, ...]] = {
         Edit("run/history.py", ".encode(), create_only=True)", ".encode())"),
     ),
     "a trainer announces a commit before it writes it": (
-        Edit("roles/trainer/committer.py", "        write_commit(self._store, self._epoch, commit)\n        self.newest ="
-             " commit\n        self._announce(commit, is_last=is_last)\n",
+        Edit("roles/trainer/committer.py", "        write_commit(self._store, self._epoch, commit)\n"
+             "        self.newest = commit\n        self._announce(commit, is_last=is_last)\n",
              "        self.newest = commit\n        self._announce(commit, is_last=is_last)\n"
              "        write_commit(self._store, self._epoch, commit)\n"),
     ),
     "a commit does not tell the hub the tokens of its groups (seed 22)": (
         Edit("ledger/ledger.py", "            pool.decide_by_commit(record, step)\n        recorded",
-             "            pool.decide_by_commit(record.model_copy(update={'num_tokens': 0}), step)\n        recorded"),
+             "            pool.decide_by_commit(record.model_copy(update={'num_tokens': 0}), step)\n"
+             "        recorded"),
     ),
 }  # fmt: skip
 
