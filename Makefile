@@ -83,9 +83,9 @@ test: install $(DEV) ## unit, contract and integration tests
 	$(BIN)/python -m pytest -q $(WORKERS) -m "not slow and not gpu" $(ARGS)
 
 test-slow: install $(DEV) $(VLLM) $(DEEPSPEED) ## whole runs, with real vLLM, DeepSpeed, Prefect workers, S3, crashes
-	$(BIN)/python -m pytest -q --durations=40 $(WORKERS) -m "slow and not gpu and not campaign" $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -v --durations=20 $(WORKERS) -m "slow and not gpu and not campaign" $(ARGS) || [ $$? -eq 5 ]
 
-campaigns: install $(DEV) $(VERIFIERS) ## tests that take minutes each and are not part of .ci/run: the chat model, presets with --tiny, broadcasts, the learning benchmark, verifiers
+campaigns: install $(DEV) $(VLLM) $(DEEPSPEED) $(VERIFIERS) ## tests that are not part of .ci/run: minutes each, of what other tests check in parts
 	$(BIN)/python -m pytest -q --durations=10 -m "campaign" $(ARGS)
 
 chaos: install $(DEV) ## 200 faults at random moments, on local disk and S3 (ARGS="--faults 20 --store file")

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -17,6 +18,7 @@ import psutil
 
 from tests.integration.pipeline import ROOT
 from tests.ports import free_port
+from tests.processes import install_debian
 from tests.waiting import wait_for
 
 MAX_RESUMES = 2
@@ -31,24 +33,23 @@ await_ = partial(wait_for, pause=0.5)
 def postgres_programs() -> Path:
     """Directory of Debian's PostgreSQL, which is installed if it is missing."""
     if not list(_DEBIAN_POSTGRES.glob("*/bin/initdb")):
-        for command in (["apt-get", "update", "-q"], ["apt-get", "install", "-q", "-y", "postgresql"]):
-            subprocess.run(command, check=True, timeout=240, stdout=subprocess.DEVNULL)
+        install_debian("postgresql")
     return max(_DEBIAN_POSTGRES.glob("*/bin/initdb")).parent
 
 
 @contextmanager
-def postgres(directory: Path) -> Iterator[str]:
+def postgres() -> Iterator[str]:
     """URL (asyncpg) of an empty database of its own cluster, on loopback, without a password."""
     programs, port = postgres_programs(), free_port()
-    data = directory / "postgres"
+    # Not below pytest's directory, which another session of pytest closes to other users.
+    directory = Path(tempfile.mkdtemp(prefix="pipelinerl-postgres-"))
+    data = directory / "data"
     data.mkdir()
     # The server refuses to run as root.
     user = ["runuser", "-u", "postgres", "--"] if os.getuid() == 0 else []
     if user:
         shutil.chown(data, "postgres")
-        for parent in (directory, *directory.parents):
-            with suppress(PermissionError):
-                parent.chmod(parent.stat().st_mode | 0o011)
+        directory.chmod(0o711)
     initdb = [str(programs / "initdb"), "-D", str(data), "-U", "postgres", "-A", "trust", "--no-sync"]
     subprocess.run([*user, *initdb], check=True, timeout=120, stdout=subprocess.DEVNULL, cwd="/")
     options = ["-p", str(port), "-c", "listen_addresses=127.0.0.1", "-c", f"unix_socket_directories={data}"]
@@ -63,6 +64,7 @@ def postgres(directory: Path) -> Iterator[str]:
     finally:
         kill_tree(server.pid)
         server.wait(timeout=60)
+        shutil.rmtree(directory)
 
 
 def kill_tree(pid: int) -> None:

@@ -73,6 +73,7 @@ def test_torch_and_transformers_are_enough_for_the_embedded_engine(tmp_path):
         assert f"{part['part']}\n    {part['status']}: {part['result']}\n" in done.stderr
 
 
+@pytest.mark.campaign
 def test_vllm_is_measured_beside_the_embedded_engine_where_vllm_is_installed():
     done = run(["-m", "benchmarks.gpu"])
     assert done.returncode == 0, done.stderr[-3000:]

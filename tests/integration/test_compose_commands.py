@@ -128,7 +128,7 @@ def await_success(command: list[str], process: subprocess.Popen[bytes] | None = 
 def stack(tmp_path: Path, server_packages: Path) -> Iterator[Stack]:
     """The stores run; the packages of the control image are beside the environment."""
     stack = Stack(tmp_path, server_packages)
-    with postgres(tmp_path) as url:
+    with postgres() as url:
         port = stack.ports["postgres"] = urlsplit(url).port
         prepare_databases(str(port))
         try:
@@ -138,6 +138,7 @@ def stack(tmp_path: Path, server_packages: Path) -> Iterator[Stack]:
             stack.stop()
 
 
+@pytest.mark.campaign
 def test_every_service_of_ours_comes_up_and_passes_its_health_check(stack):
     stack.start("prefect-server")
     stack.start("mlflow")

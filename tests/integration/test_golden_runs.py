@@ -56,7 +56,7 @@ def assert_closes(place: Path) -> int:
 @pytest.mark.parametrize(
     "name",
     # The learner of the other runs is the same; `make campaigns` has them.
-    [pytest.param(name, marks=[] if name in ("embedded", "ranks") else [pytest.mark.campaign]) for name in LAST_STEP],
+    [pytest.param(name, marks=[] if name == "embedded" else [pytest.mark.campaign]) for name in LAST_STEP],
 )
 def test_a_recorded_run_is_audited_replayed_and_resumed(name, tmp_path):
     for archive in ("model", name):

@@ -63,6 +63,7 @@ def is_up(port: int) -> bool:
         connection.close()
 
 
+@pytest.mark.campaign
 def test_a_login_in_the_uri_is_used_and_kept_nowhere(tmp_path: Path, prepared_model: Path):
     Proxy.upstream = free_port()
     command = [str(Path(sys.executable).parent / "mlflow"), "server", "--port", str(Proxy.upstream), "--workers", "1"]

@@ -58,7 +58,7 @@ def loss(tokens):
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.campaign)])
 def test_an_own_loss_that_fails_during_training_is_one_line_and_is_not_retried(
     prepared_model, tmp_path, monkeypatch, ranks
 ):

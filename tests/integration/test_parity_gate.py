@@ -85,7 +85,7 @@ VLLM_MARKS = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 EXPECTED = {"float32": (5e-5, 5e-3), "bfloat16": (0.01, 0.25)}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.campaign), "bfloat16"])
 @pytest.mark.parametrize("kind", ["embedded", pytest.param("vllm", marks=VLLM_MARKS)])
 def test_every_engine_passes_with_every_type_of_weights(prepared_model, tmp_path, kind, dtype):
     overrides = [f"engine.kind={kind}", f"model.dtype={dtype}", f"rollouts.temperature={TEMPERATURE}"]

@@ -386,6 +386,7 @@ def test_the_example_of_the_page_makes_rows_and_its_reply_solves_the_first(tmp_p
     assert [components(result)["solved"] for result in results] == [1.0, 0.0]
 
 
+@pytest.mark.campaign
 def test_the_command_of_the_page_trains_a_small_model(tmp_path):
     """`train --tiny` with the rows of the page; the check before the start names the isolation."""
     text = (ROOT / "docs" / "code.md").read_text()

@@ -75,6 +75,7 @@ def test_a_refused_start_is_one_error_and_leaves_no_run(tmp_path):
     assert list(tmp_path.rglob(RUN_KEY)) == []
 
 
+@pytest.mark.campaign
 def test_stop_now_ends_all_processes_and_resume_continues(tmp_path):
     overrides = ["trainer.steps=400", "eval.num_prompts=0"]
     run = pipelinerl.start("quickstart", overrides, root=str(tmp_path))

@@ -46,7 +46,7 @@ def trained_versions(url: str, actor: str) -> dict[int, set[int]]:
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.campaign), "bfloat16"])
 def test_one_stale_actor_of_two_is_named_and_expelled(prepared_model, tmp_path, dtype):
     url = f"{tmp_path}/runs/one"
     make_run(url, *SMALL, *EXPEL, "trainer.steps=12", "placement.actors=2", f"model.dtype={dtype}")
@@ -69,6 +69,7 @@ def test_one_stale_actor_of_two_is_named_and_expelled(prepared_model, tmp_path, 
     assert_closes(url)
 
 
+@pytest.mark.campaign
 def test_all_actors_stale_are_named_and_the_run_ends(prepared_model, tmp_path):
     url = f"{tmp_path}/runs/all"
     make_run(url, *SMALL, *EXPEL, "trainer.steps=12", "placement.actors=2")
@@ -86,6 +87,7 @@ def test_all_actors_stale_are_named_and_the_run_ends(prepared_model, tmp_path):
     assert committed_steps(url) <= 9
 
 
+@pytest.mark.campaign
 def test_one_skipped_swap_is_told_ends_and_expels_no_actor(prepared_model, tmp_path):
     url, log = f"{tmp_path}/runs/skip", tmp_path / "trainer.log"
     make_run(url, *SMALL, *EXPEL, "trainer.steps=14")
@@ -103,6 +105,7 @@ def test_one_skipped_swap_is_told_ends_and_expels_no_actor(prepared_model, tmp_p
     assert "agrees with the trainer again" in log.read_text()
 
 
+@pytest.mark.campaign
 def test_an_old_layer_and_a_wrong_temperature_are_named(prepared_model, tmp_path):
     url, log = f"{tmp_path}/runs/faults", tmp_path / "trainer.log"
     make_run(url, *SMALL, "trainer.steps=14", "placement.actors=3", "schedule.max_lag=2")

@@ -112,7 +112,7 @@ def restamped(rollout: Rollout, version: int) -> Rollout:
     return replace(rollout, weight_spans=tuple(span._replace(version=version) for span in rollout.weight_spans))
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+@pytest.fixture(scope="module", params=["bfloat16", pytest.param("float32", marks=pytest.mark.campaign)])
 def recorded(request, prepared_model) -> tuple[str, Streams]:
     return request.param, asyncio.run(Recording(request.param).record())
 

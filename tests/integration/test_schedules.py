@@ -106,6 +106,7 @@ def test_april_continues_unfinished_rollouts_under_the_next_weights_and_aborts_n
         assert {row["finish_reason"] for row in rows} <= {"stop", "length"}
 
 
+@pytest.mark.campaign
 def test_a_conventional_run_announces_ends_of_phases_and_survives_a_trainer_killed_within_a_phase(
     tmp_path, prepared_model
 ):

@@ -40,7 +40,7 @@ def trained(url):
                 yield {**row, "origins": origin}
 
 
-@pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("way", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.campaign)])
 def test_unfinished_groups_are_continued_by_another_actor_from_the_tokens_they_had(tmp_path, prepared_model, way):
     url, log = f"file://{tmp_path}/run", tmp_path / "roles.log"
     make_run(url, *SETTINGS)

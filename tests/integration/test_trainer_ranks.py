@@ -134,6 +134,7 @@ def test_a_resume_with_a_key_that_defines_the_run_is_refused(tmp_path: Path, ove
     assert words in (tmp_path / "output.txt").read_text().splitlines()[-1]
 
 
+@pytest.mark.campaign
 def test_ranks_on_another_host_join_every_start_of_rank_0(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/one"
     two_hosts = ["placement.kind=work_pools", "placement.trainer_nodes=2", "placement.trainer_host=127.0.0.1"]

@@ -74,6 +74,7 @@ def test_a_class_that_cannot_be_used_is_one_line_and_exit_code_2(tmp_path, prepa
     assert re.search(says, line), line
 
 
+@pytest.mark.campaign
 def test_rows_of_a_table_are_tasks_and_a_mistake_is_an_error_of_its_episodes(tmp_path, prepared_model):
     files, _ = page("environments.md")
     mistake = ["        if seed % 11 == 0:", '            raise ValueError("eleven")']

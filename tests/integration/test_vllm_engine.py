@@ -194,6 +194,7 @@ def test_a_model_on_two_workers_swaps_in_all_of_them_at_once(start, parallel):
     assert all(sequence_versions in ([0, 1], [1]) for sequence_versions in versions)
 
 
+@pytest.mark.campaign
 def test_weights_come_from_the_trainers_memory_and_from_a_file_when_they_are_lost(shared, tmp_path):
     """weights.transport=nccl, over gloo: join, a broadcast in mid-sequence, the death of what received it."""
     store = open_store(f"file://{tmp_path}/run")

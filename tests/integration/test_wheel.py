@@ -85,6 +85,39 @@ def is_healthy(port: int) -> bool:
     return False
 
 
+def test_the_wheel_trains_with_the_packages_of_this_environment(wheel, environment, tmp_path):
+    target = tmp_path / "installed"
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-compile",
+        "--target",
+        str(target),
+        str(wheel),
+    ]
+    subprocess.run(pip, check=True, timeout=120)
+    environment |= {"PYTHONPATH": str(target)}
+
+    def answer(*arguments: str) -> str:
+        command = [sys.executable, *arguments]
+        return subprocess.run(
+            command, env=environment, cwd=tmp_path, check=True, timeout=400, stdout=subprocess.PIPE, text=True
+        ).stdout
+
+    where = answer("-c", "import pipelinerl.flows as f, pipelinerl.tasks; print(f.__path__)")
+    assert str(target) in where
+    assert str(ROOT) not in where
+    trained = json.loads(
+        answer("-m", "pipelinerl.flows.cli", "train", "quickstart", *SHORT, "--root", "runs", "--json")
+    )
+    assert trained["steps"] == 2
+
+
+@pytest.mark.campaign
 def test_the_wheel_trains_and_deploys_without_the_checkout(installed, environment, tmp_path):
     port = free_port()
     environment |= {

@@ -32,7 +32,7 @@ STABLE_SECONDS = 5.0
 @pytest.fixture(scope="module")
 def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
     home = tmp_path_factory.mktemp("prefect")
-    with postgres(home) as database:
+    with postgres() as database:
         server = Prefect(home, database)
         try:
             server.start()
@@ -98,6 +98,7 @@ class Job:
         return processes
 
 
+@pytest.mark.campaign
 def test_everything_that_happens_to_a_run_on_work_pools(prefect, tmp_path, prepared_model):
     root = tmp_path / "runs"
     settings = {"steps": 100_000, "actors": 2, "placement": "work_pools", "groups_per_step": 8, "concurrency": 32}

@@ -26,6 +26,11 @@ def check(store: PlainStore, config: RunConfig) -> list[str]:
     return [*_other_weights(store, commits), *_lost_rows(store, commits)]
 
 
+def weights_of(store: PlainStore) -> list[str]:
+    """sha256 of the weights of each step."""
+    return [commit.weights_sha256 for commit in read_commits(store).values()]
+
+
 def _other_weights(store: PlainStore, commits: Commits) -> Iterator[str]:
     """Steps whose weights are not those of the recorded batches."""
     learner = ScriptedLearner()
