@@ -12,20 +12,18 @@ Shapes: N = sampled tokens of a pack, C = completion tokens of a rollout.
 
 import math
 import os
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipelinerl_core.algo.adapters import AdapterNote, Adapters
+from pipelinerl_core.algo.adapters import Adapters
 from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.errors import ConfigError, PipelineRLError
-from pipelinerl_core.training.learner import Batcher, score_rollouts
-from pipelinerl_core.training.learning_rate import LearningRate
+from pipelinerl_core.training.base_learner import BaseLearner
 from pipelinerl_core.training.lora import PublishedWeight, published_weights
 from pipelinerl_core.training.optimizer import (
     MOMENTS,
@@ -33,11 +31,9 @@ from pipelinerl_core.training.optimizer import (
     make_adam,
     snapshot,
 )
-from pipelinerl_core.training.out_of_memory import explain_out_of_memory
-from pipelinerl_core.training.policy import Policy, pack_loss
 from pipelinerl_core.training.ranks import Ranks
-from pipelinerl_core.training.step_sums import StepSums, check_finite, is_finite, restored_generator_after_refusal
-from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
+from pipelinerl_core.training.step_sums import StepSums, check_finite, is_finite
+from pipelinerl_core.types import Float32Array, Rollout
 
 # Weights are gathered in batches of about this many elements: few collectives, little memory.
 _GATHERED_ELEMENTS = 64 << 20
@@ -45,38 +41,20 @@ _GATHERED_ELEMENTS = 64 << 20
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
 
 
-class DeepSpeedLearner:
-    """One rank of a DeepSpeed run; every method is called on all ranks at once."""
+class DeepSpeedLearner(BaseLearner):
+    """One rank of a DeepSpeed run; every method is called on all ranks at once.
 
-    def __init__(
-        self,
-        model: Any,
-        config: RunConfig,
-        *,
-        batcher: Batcher,
-        ranks: Ranks,
-        version: int = 0,
-        reference: Any = None,
-        teacher: Any = None,
-        note: AdapterNote | None = None,
-    ) -> None:
-        """Arguments as for TorchLearner. torch's default process group must exist, also with one rank.
+    Every rank passes the same number of packs to a step, at least one; packs may be without rows. TrainingDiverged is
+    raised on all ranks.
+    """
+
+    def __init__(self, model: Any, config: RunConfig, *, ranks: Ranks, **more: Any) -> None:
+        """As BaseLearner. torch's default process group must exist, also with one rank.
 
         Raises ConfigError if DeepSpeed is not installed.
         """
-        self.version = version
-        self._config = config
-        self._ranks = ranks
-        self._note = note
-        self._has_stepped = False
-        self._rate = LearningRate(config)
-        self._batcher = batcher
-        self._device: torch.device = model.device
-        value_seed = config.seed if config.loss.has_value_head else None
-        self._policy = Policy(model, temperature=config.rollouts.temperature, value_seed=value_seed)
+        super().__init__(model, config, ranks=ranks, **more)
         self._parameters = self._policy.trained()
-        self._reference = None if reference is None else Policy(reference, temperature=config.rollouts.temperature)
-        self._teacher = None if teacher is None else Policy(teacher, temperature=config.rollouts.temperature)
         self._deepspeed = load_deepspeed(self._device, ranks)
         self._stage = config.learner.zero_stage
         if self._stage == 3:  # the policy's forward uses the head's weight without a call of the head
@@ -92,29 +70,7 @@ class DeepSpeedLearner:
         """Whether `weights` and `state` need all ranks at once."""
         return self._stage > 0
 
-    def step(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
-        """One optimizer step of a single rank."""
-        return self.step_packs(self._batcher.rows(rows))
-
-    def step_packs(self, packs: Iterable[PackedBatch]) -> dict[str, float]:
-        """One optimizer step. Every rank passes the same number of packs, at least one; packs may be without rows.
-
-        Raises TrainingDiverged on all ranks if loss, gradient or ratios are not finite; the state is as before the
-        step then.
-        """
-        operation = f"step {self.version + 1}"
-        with (
-            explain_out_of_memory(self._config, operation, is_first=not self._has_stepped) as watch,
-            restored_generator_after_refusal(),
-        ):
-            metrics = self._step_packs(watch(packs))
-        self._has_stepped = True
-        return metrics
-
-    def _step_packs(self, packs: Iterator[PackedBatch]) -> dict[str, float]:
-        started = time.perf_counter()
-        step = self.version + 1
-        sums = StepSums(self.version, self._config.trainer.pack_tokens)
+    def _step_packs(self, packs: Iterator[PackedBatch], sums: StepSums) -> dict[str, float]:
         metrics: dict[str, float] = {}
         following = next(packs, None)
         while (batch := following) is not None:
@@ -129,18 +85,14 @@ class DeepSpeedLearner:
                     # that is not finite must have the same effect.
                     loss = loss * math.nan
             self._engine.backward(loss * self._ranks.size, scale_wrt_gas=False)
-        rate = self._rate.at(step, metrics)
+        rate = self._rate.at(self.version + 1, metrics)
         metrics["train/grad_norm"] = self._apply(rate["train/learning_rate"])
-        check_finite(step, metrics)
-        self.version = step
-        return metrics | rate | {"time/compute_seconds": time.perf_counter() - started}
+        check_finite(self.version + 1, metrics)
+        return metrics | rate
 
     def _forward(self, batch: PackedBatch, sums: StepSums) -> Tensor:
         output = self._engine(batch)
-        loss_sums = pack_loss(
-            batch, output, self._config.loss,
-            version=self.version, reference=self._reference, teacher=self._teacher,
-        )  # fmt: skip
+        loss_sums = self._pack_loss(batch, output)
         sums.add(batch, loss_sums, output.trainer_logprobs_N, output.entropy_N)
         return loss_sums.loss
 
@@ -168,7 +120,7 @@ class DeepSpeedLearner:
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
         """[C] trainer_logprobs of every completion token of each rollout, under the current weights."""
-        return score_rollouts(self._engine, self._batcher.rollouts(rollouts), len(rollouts), self._device)
+        return self._score(self._engine, rollouts)
 
     @property
     def rescorer(self) -> None:
