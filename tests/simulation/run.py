@@ -20,6 +20,7 @@ from pipelinerl_core.roles.actor import loop as actor_loop
 from pipelinerl_core.roles.actor import main as actor_main
 from pipelinerl_core.roles.actor.loop import Actor, ActorParts
 from pipelinerl_core.roles.hub import main as hub_main
+from pipelinerl_core.roles.hub import service
 from pipelinerl_core.roles.runtime import hub_link
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.runtime.process import exit_codes
@@ -118,6 +119,7 @@ class Simulation:
             self.world.at(self.world.now + 0.5, lambda: self.start(own.name, own.host))
         if own.name == "trainer" and own.code == 0:
             self.world.at(self.world.now + (0.5 if self.must_resume else _END_SECONDS), self._stop)
+        self.world.is_finished = self.is_finished
 
     def _stop(self) -> None:
         """The trainer has ended: stop all processes, wherever they run, and resume a run that was drained."""
@@ -134,6 +136,7 @@ class Simulation:
             self.ended, self.is_stopping = set(self.names), False
             if self.must_resume:
                 self._resume()
+            self.world.is_finished = self.is_finished
 
         self.world.at(self.world.now + _STOP_SECONDS, end)
 
@@ -191,7 +194,7 @@ class Simulation:
 
 
 @contextlib.contextmanager
-def replaced_machinery(simulation: Callable[[], Simulation]) -> Iterator[None]:
+def replaced_machinery(simulation: Callable[[], Simulation], sync_seconds: float) -> Iterator[None]:
     """Flight, processes and torch replaced by simulated parts."""
 
     @contextlib.contextmanager
@@ -209,7 +212,7 @@ def replaced_machinery(simulation: Callable[[], Simulation]) -> Iterator[None]:
             (hub_main, "give_back_freed_memory", lambda: None),
             (trainer_main, "open_learners", learners), (trainer_main, "freeze_startup_objects", lambda: None),
             (trainer_main, "token_digests", lambda config: {}),
-            (compaction, "FILE_STEPS", 6), (compaction, "MARGIN_STEPS", 3),
+            (service, "SYNC_SECONDS", sync_seconds), (compaction, "FILE_STEPS", 6), (compaction, "MARGIN_STEPS", 3),
             (codec, "SEGMENT_OPTIONS", pa.ipc.IpcWriteOptions()),  # compression takes a quarter of the time
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(target, name, value))
@@ -223,8 +226,8 @@ def replaced_machinery(simulation: Callable[[], Simulation]) -> Iterator[None]:
         yield
 
 
-def settings(seed: int, steps: int) -> tuple[RunConfig, int]:
-    """Configuration of a seed, and its number of actors."""
+def settings(seed: int, steps: int) -> tuple[RunConfig, int, float]:
+    """Configuration of a seed, its number of actors, and the seconds between two syncs of an actor."""
     rng = random.Random(f"settings {seed}")
     max_lag, group_size, groups = rng.randint(0, 4), rng.randint(2, 4), rng.randint(1, 4)
     kind = rng.choice(["pipeline", "pipeline", "conventional", "april" if max_lag else "pipeline"])
@@ -238,23 +241,23 @@ def settings(seed: int, steps: int) -> tuple[RunConfig, int]:
         engine={"concurrency": group_size * rng.randint(1, groups * min(2, max_lag + 1))},
         store={"partial_log": rng.random() < 0.7},
     )  # fmt: skip
-    return config, rng.randint(1, 3)
+    return config, rng.randint(1, 3), rng.choice([0.05, 0.2, 0.5])
 
 
 def simulate(seed: int, steps: int = 20, num_faults: int = 0, kept: Sequence[int] | None = None) -> Simulation:
     """A run of `steps` steps with faults; kept: indices of the faults that happen, None for all."""
-    config, num_actors = settings(seed, steps)
+    config, num_actors, sync_seconds = settings(seed, steps)
     own, box = World(seed), []
     NETWORK.loses = 0.0
-    with installed(), replaced_machinery(lambda: box[0]), running(own):
+    with installed(), replaced_machinery(lambda: box[0], sync_seconds), running(own):
         simulation = Simulation(own, config, num_actors)
         box.append(simulation)
         faults = plan(seed, num_faults, until=0.15 * steps + 0.3 * num_faults)
         schedule(simulation, faults if kept is None else [faults[index] for index in kept])
         try:
-            own.run(lambda: simulation.is_finished, until=900.0)
+            own.run(until=900.0)
             paused = max(process.paused_until for process in simulation.pids.values())
-            own.run(lambda: simulation.is_finished, until=paused + 900.0)
+            own.run(until=paused + 900.0)
         except BaseException as error:  # noqa: BLE001 - a finding, with its trace
             simulation.errors.append("".join(traceback.format_exception(error)))
     if not simulation.is_finished:

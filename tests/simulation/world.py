@@ -84,6 +84,8 @@ class World:
         self.now = 0.0
         self.current: Task | None = None
         self.is_over = False
+        self.is_finished = False
+        """Ends `run`."""
         self.failure: BaseException | None = None
         self._ready: list[Task] = []
         self._times: list[tuple[float, int, Task, int, Callable[[], None] | None]] = []
@@ -164,10 +166,10 @@ class World:
 
     # ---- the scheduler -------------------------------------------------------------------------------------------
 
-    def run(self, is_finished: Callable[[], bool], until: float) -> None:
-        """Run until `is_finished`, or until a time. Raises the first failure of a thread, and Hang."""
+    def run(self, until: float) -> None:
+        """Run until `is_finished` is set, or until a time. Raises the first failure of a thread, and Hang."""
         ready, times, rng = self._ready, self._times, self.rng
-        while not is_finished() and self.now < until:
+        while not self.is_finished and self.now < until:
             if ready:
                 index = int(rng.random() * len(ready))
                 ready[index], ready[-1] = ready[-1], ready[index]
