@@ -13,6 +13,7 @@ PACKAGES = ROOT / ".bench-packages"
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(900)
 def test_trl_takes_the_step_of_our_learner():
     subprocess.run(["make", "bench-peers"], check=True, timeout=300, cwd=ROOT)

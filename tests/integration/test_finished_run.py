@@ -64,7 +64,8 @@ def mlflow_runs(database: Path) -> list[tuple[str, str]]:
         return connection.execute("select name, status from runs").fetchall()
 
 
-@pytest.mark.parametrize("kind", ["a directory", pytest.param("s3", marks=[pytest.mark.s3, pytest.mark.campaign])])
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind", ["a directory", pytest.param("s3", marks=pytest.mark.s3)])
 def test_a_retry_on_a_worker_with_another_root_uses_the_root_of_the_first_start(
     prefect, tmp_path, prepared_model, request, kind
 ):

@@ -85,6 +85,7 @@ def trl() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.usefixtures("trl")
 @pytest.mark.parametrize("generation", ["continuous", "plain"])
 def test_trl_has_the_gradient_of_our_learner(tmp_path, prepared_model, generation):
@@ -120,6 +121,7 @@ def compare_trl(out, model, continuous_batching):
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.usefixtures("trl")
 def test_processes_of_trl_share_a_step(tmp_path, prepared_model):
     options = ["--out", str(tmp_path), "--model", str(prepared_model), "--steps", "2", "--every", "1", *SMALL]

@@ -55,10 +55,10 @@ def finished(command: subprocess.Popen[str], root: Path) -> dict[str, object]:
     return json.loads(output)
 
 
-def check_report(report, run):
-    assert report["steps"] == STEPS
+def check_report(report, run, steps=STEPS):
+    assert report["steps"] == steps
     groups = trained_groups(str(run))
-    assert len(groups) == len(set(groups)) == STEPS * GROUPS
+    assert len(groups) == len(set(groups)) == steps * GROUPS
     ledger = report["ledger"]
     assert ledger["generated"] == sum(tokens for name, tokens in ledger.items() if name != "generated")
     assert ledger["failed"] == 0
@@ -122,6 +122,15 @@ def test_weights_are_broadcast_from_the_trainers_memory_and_a_killed_core_finds_
     wait_for(lambda: not left_over(), "the end of vLLM", seconds=120)
 
 
+def test_a_run_with_vllm_swaps_in_the_middle_of_sequences_and_closes(tmp_path, prepared_model):
+    command = train(tmp_path, "trainer.steps=5", "trainer.rescore_share=0.1", "eval.num_prompts=0")
+    report = finished(command, tmp_path)
+    check_report(report, next(tmp_path.glob("quickstart-*")), steps=5)
+    assert report["num_swaps"] >= 1
+    wait_for(lambda: not left_over(), "the end of vLLM", seconds=120)
+
+
+@pytest.mark.campaign
 def test_engine_cores_that_are_killed_cost_no_group_and_raise_no_alarm_of_rescoring(tmp_path, prepared_model):
     command = train(tmp_path, "trainer.ranks=2", "trainer.rescore_share=0.1")
     try:

@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
 from multiprocessing import get_context
 
-from tests.simulation.run import Simulation, errors_of, quiet, simulate
+from tests.simulation.run import errors_of, quiet, simulate
 
 _AT_ONCE = 64
 
@@ -34,9 +34,10 @@ def main() -> int:
                   {**os.environ, "PYTHONHASHSEED": "0"})  # fmt: skip
     logging.disable(logging.CRITICAL)
     if chosen.seed is not None:
-        run = shrunk(chosen.seed, chosen.steps, chosen.faults) if chosen.shrink else None
+        kept = shrunk(chosen.seed, chosen.steps, chosen.faults) if chosen.shrink else None
+        logging.disable(logging.NOTSET)
         with quiet():
-            run = run or simulate(chosen.seed, chosen.steps, chosen.faults)
+            run = simulate(chosen.seed, chosen.steps, chosen.faults, kept, has_logs=True)
         sys.stdout.write("\n".join([*run.trace, *run.errors, ""]))
         return 1 if run.errors else 0
     begun, num_runs, bad = time.monotonic(), 0, []
@@ -71,27 +72,25 @@ def results(seeds: Sequence[int], steps: int, num_faults: int, jobs: int) -> Ite
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def shrunk(seed: int, steps: int, num_faults: int) -> Simulation:
-    """The run of a seed with as few faults as it still fails with; all faults if it does not fail."""
+def shrunk(seed: int, steps: int, num_faults: int) -> list[int]:
+    """Indices of few faults with which a run still fails; all faults if it does not fail."""
 
-    def again(kept: Sequence[int]) -> Simulation:
+    def fails(kept: Sequence[int]) -> bool:
         with quiet():
-            return simulate(seed, steps, num_faults, kept)
+            return bool(simulate(seed, steps, num_faults, kept).errors)
 
     kept = list(range(num_faults))
-    run, size = again(kept), num_faults
-    while run.errors and size:
+    size = num_faults if fails(kept) else 0
+    while size:
         size = min(size // 2, len(kept)) if len(kept) > 1 else 0
         position = 0
         while size and position < len(kept):
             fewer = kept[:position] + kept[position + size :]
-            attempt = again(fewer)
-            if attempt.errors:
-                kept, run = fewer, attempt
+            if fails(fewer):
+                kept = fewer
             else:
                 position += size
-    run.note(f"{len(kept)} of {num_faults} faults are left")
-    return run
+    return kept
 
 
 if __name__ == "__main__":

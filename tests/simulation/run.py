@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import logging
 import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -244,17 +245,50 @@ def settings(seed: int, steps: int) -> tuple[RunConfig, int, float]:
     return config, rng.randint(1, 3), rng.choice([0.05, 0.2, 0.5])
 
 
-def simulate(seed: int, steps: int = 20, num_faults: int = 0, kept: Sequence[int] | None = None) -> Simulation:
+class _Logs(logging.Handler):
+    """The log lines of the roles, as lines of the trace."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        super().__init__()
+        self._simulation = simulation
+
+    def emit(self, record: logging.LogRecord) -> None:
+        current = self._simulation.world.current
+        name = current.process.name if current is not None else "-"
+        self._simulation.note(f"{name}: {record.getMessage()}")
+
+
+@contextlib.contextmanager
+def logged(simulation: Simulation) -> Iterator[None]:
+    """Inside, the trace has the log of every role."""
+    handler, logger = _Logs(simulation), logging.getLogger("pipelinerl_core")
+    level, logger.propagate = logger.level, False
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = True
+
+
+def simulate(
+    seed: int, steps: int = 20, num_faults: int = 0, kept: Sequence[int] | None = None, *, has_logs: bool = False
+) -> Simulation:
     """A run of `steps` steps with faults; kept: indices of the faults that happen, None for all."""
     config, num_actors, sync_seconds = settings(seed, steps)
     own, box = World(seed), []
     NETWORK.loses = 0.0
-    with installed(), replaced_machinery(lambda: box[0], sync_seconds), running(own):
+    with (
+        installed(), replaced_machinery(lambda: box[0], sync_seconds), running(own), contextlib.ExitStack() as logs
+    ):  # fmt: skip
         simulation = Simulation(own, config, num_actors)
         box.append(simulation)
         faults = plan(seed, num_faults, until=0.15 * steps + 0.3 * num_faults)
         schedule(simulation, faults if kept is None else [faults[index] for index in kept])
         try:
+            logs.enter_context(logged(simulation) if has_logs else contextlib.nullcontext())
             own.run(until=900.0)
             paused = max(process.paused_until for process in simulation.pids.values())
             own.run(until=paused + 900.0)
