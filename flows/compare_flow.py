@@ -86,12 +86,16 @@ def compare(
 
 
 def compare_runs(plan: Plan, root: str, *, checked: str = "") -> dict[str, Any]:
-    """The body of the compare flow. checked: id of the run whose configuration the caller has checked."""
+    """The body of the compare flow; returns and raises as `compare`.
+
+    checked: id of the run whose configuration the caller has checked; empty: none.
+    """
     results = Results(plan, root)
     labels = {"preset": plan.wanted.source, "comparison": plan.name}
     tracker, parent = open_comparison(plan.runs[0].config, root_url(root), plan.key, labels, str(flow_run.id))
+    run_labels = {**labels, PARENT_TAG: parent} if parent else labels
     with closing(tracker):
-        dropped = run_all(plan, results, root, labels | ({PARENT_TAG: parent} if parent else {}), checked)
+        dropped = run_all(plan, results, root, run_labels, checked)
         document: dict[str, Any] = write_comparison(results, dropped)
         log_comparison(tracker, results.store, document)
     if results.failed:
@@ -103,22 +107,22 @@ def compare_runs(plan: Plan, root: str, *, checked: str = "") -> dict[str, Any]:
 def run_all(
     plan: Plan, results: Results, root: str, labels: Mapping[str, str], checked: str = ""
 ) -> list[PlannedRun]:
-    """Run the planned runs that are not done and fit into the budget; returns the runs that were left out.
+    """Run the planned runs that are not complete and fit into the budget; returns the runs that were left out.
 
-    labels: MLflow tags of every run.
+    A run that fails is noted in `results.failed`, and the next run follows; a ConfigError is raised.
+    labels: MLflow tags of every run. checked: see `compare_runs`.
     """
     pending = incomplete_runs(plan, root)
     begun = {run.seed for run in plan.runs if run not in pending} | {plan.runs[0].seed}
     budget = Budget(plan.wanted.budget_minutes * 60, results.spent(), begun=begun)
-    num_done = len(plan.runs) - len(pending)
+    num_ended = len(plan.runs) - len(pending)
     logger = get_run_logger()
-    logger.info("%d runs, %d of them already done", len(plan.runs), num_done)
+    logger.info("%d runs, %d of them already done", len(plan.runs), num_ended)
     while pending := trimmed(budget, pending, len(plan.wanted.arms)):
         run, *pending = pending
-        num_done += 1
         expected = budget.expected_seconds([run, *pending])
-        left = f", about {duration(expected)} left" if expected is not None else ""
-        logger.info("run %d of %d: %s, seed %d%s", num_done, len(plan.runs), run.arm, run.seed, left)
+        remaining = f", about {duration(expected)} left" if expected is not None else ""
+        logger.info("run %d of %d: %s, seed %d%s", num_ended + 1, len(plan.runs), run.arm, run.seed, remaining)
         begun_at = time.monotonic()
         try:
             run_to_target(plan, run, run_url(root, run.run_id), labels, is_checked=run.run_id == checked)
@@ -127,6 +131,7 @@ def run_all(
         except PipelineRLError as error:
             logger.exception("%s failed", run.run_id)
             results.failed[run.run_id] = f"{type(error).__name__}: {error}".splitlines()[0]
+        num_ended += 1
         seconds = time.monotonic() - begun_at
         budget.note(run.arm, seconds)
         results.add_seconds(run, seconds)
@@ -137,18 +142,21 @@ def run_all(
 def run_to_target(
     plan: Plan, run: PlannedRun, url: str, labels: Mapping[str, str], *, is_checked: bool = False
 ) -> None:
-    """Train and evaluate a planned run until it has reached the target, is at its last step, or is drained."""
+    """Train and evaluate a planned run until it has reached the target, is at its last step, or is drained.
+
+    url: of the run. labels, is_checked: see `run_arm`.
+    """
     for enough_reward in plan.rewards_to_stop():
         is_enough = run_arm.with_options(flow_run_name=run.run_id)(
             url, run.config, plan.wanted.target, enough_reward, {**labels, "arm": run.arm}, is_checked
         )
-        if not is_enough or is_complete(open_store(url), plan, run):
+        if not is_enough or is_complete(open_store(url), plan, run):  # not enough: at the last step, or drained
             return
         get_run_logger().info("%s: below the target at reward %.2f", run.run_id, enough_reward)
 
 
 def trimmed(budget: Budget, pending: Sequence[PlannedRun], num_arms: int) -> list[PlannedRun]:
-    """The pending runs that fit into the budget; logs a warning if more runs were left out."""
+    """The pending runs that fit into the budget; logs a warning if this call leaves out runs."""
     num_dropped = len(budget.dropped)
     kept = budget.trim(pending)
     if len(budget.dropped) > num_dropped:
@@ -166,9 +174,10 @@ def run_arm(
     labels: dict[str, str],
     is_checked: bool = False,
 ) -> bool:
-    """One run of a comparison: train until the reward is at `enough_reward`, evaluate the versions, report.
+    """One run of a comparison: train until the mean reward of ten steps reaches `enough_reward`, evaluate, report.
 
-    Returns whether the reward is at `enough_reward`.
+    Returns whether the reward has reached `enough_reward`. target: accuracy that two evaluated versions must reach;
+    later versions are not evaluated. labels: MLflow tags. is_checked: the caller has checked the configuration.
     """
     run, tracker = open_at(url, config, labels, is_checked=is_checked)
     with RunWatch(run, tracker) as watch:

@@ -1,4 +1,4 @@
-"""Ends a process when its parent ends, even by SIGKILL. As a script, applies this to any command:
+"""Ends a process when its parent ends, even if SIGKILL ends the parent. The script does the same for any command:
 
     python -I -S parent_death.py PARENT_PID COMMAND...
 
@@ -16,7 +16,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """End this process when its parent ends; at once if the parent is no longer `parent_pid` (None: any parent).
+    """End this process when its parent ends.
+
+    parent_pid: pid of the parent that started this process. If the parent now has another pid, the first parent has
+    ended, and this process exits with code 1 at once. None: no check.
 
     Call this function first in main, on the main thread. The kernel (Linux) sends SIGKILL when the thread that
     started this process ends; therefore a supervisor starts a role from the thread that watches the role. On other
@@ -29,7 +32,7 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Set the parent-death signal, then replace this process by the command."""
+    """Set the parent-death signal, then replace this process by the command. arguments: PARENT_PID COMMAND..."""
     parent_pid, command = int(arguments[0]), arguments[1:]
     die_with_parent(parent_pid)
     os.execvp(command[0], command)

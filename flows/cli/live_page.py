@@ -21,6 +21,7 @@ class CurrentPage:
     """The page of a run; for `latest`, of the run that `latest` names now. Thread-safe."""
 
     def __init__(self, run: str, root: str) -> None:
+        """run: id, path, URL or `latest`, see `locate_run`."""
         self._run = run
         self._root = root
         self._lock = threading.Lock()
@@ -29,29 +30,33 @@ class CurrentPage:
         self._page: LivePage | None = None
 
     def __call__(self) -> LivePage:
-        """The page. Raises ConfigError while there is no such run."""
+        """The page. Raises ConfigError while there is no such run, StoreError if the run cannot be read."""
         with self._lock:
             now = time.monotonic()
             if self._page is None or (self._run == "latest" and now - self._located_at >= LATEST_SECONDS):
                 url = locate_run(self._run, self._root)
                 if self._page is None or url != self._url:
-                    self._url, self._page = url, _page(url)
+                    self._url, self._page = url, _open_page(url)
                 self._located_at = now
             return self._page
 
 
-def _page(url: str) -> LivePage:
+def _open_page(url: str) -> LivePage:
     store = open_store(url)
     model = resolve_model_path(build_config(RunFollower(store).run.config).model.path)
     return LivePage(store, token_decoder(str(model)) if model else None)
 
 
 def serve(run: str, root: str, host: str, port: int, names: Sequence[str] = ()) -> None:
-    """Serve until Ctrl-C. ConfigError for an address that cannot be bound, or a missing run other than `latest`."""
-    current = CurrentPage(run, root)
-    if run != "latest":  # the first run may start later
-        current()
-    server = build_server(current, host, port, names)
+    """Serve the page until Ctrl-C. port: 0 for any free port. names: further host names of the server.
+
+    Raises ConfigError if the address cannot be bound, or if there is no such run, except for `latest`, which the
+    first run of the root sets later.
+    """
+    find_page = CurrentPage(run, root)
+    if run != "latest":
+        find_page()
+    server = build_server(find_page, host, port, names)
     say(f"http://{host}:{server.server_address[1]}/ follows {run} until Ctrl-C")
     try:
         server.serve_forever()

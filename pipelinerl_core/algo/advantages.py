@@ -1,16 +1,18 @@
 """Credit assignment: how much better than its siblings a rollout was, or each of its turns.
 
-Each function takes the rewards of the scored rollouts of one group. Rollouts without a reward are left out by the
-caller: they are neither trained nor a baseline. Raises ValueError for fewer than two rewards: such a group has no
-baseline and is `failed` in the ledger.
+Each function except `over_step` takes the scored rollouts of one group. Rollouts without a reward are left out by the
+caller: they are neither trained nor part of a baseline. These functions raise ValueError for fewer than two rollouts:
+such a group has no baseline and is `failed` in the ledger.
+
+In formulas, A_i and r_i are advantage and reward of rollout i, and n is the number of scored rollouts.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-# As in the published GRPO code: a group of equal rewards has advantages of 0, not a division by 0.
-_STD_FLOOR = 1e-4
+# Added to each standard deviation, as in the published GRPO code: equal rewards give advantages of 0, not 0 / 0.
+_STD_EPSILON = 1e-4
 
 
 def leave_one_out(rewards: Sequence[float]) -> list[float]:
@@ -19,7 +21,7 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
     The baseline of a rollout does not contain its own reward, so the gradient estimate is unbiased (RLOO,
     arXiv:2402.14740).
 
-    Example: [1, 0, 0, 1] -> [2/3, -2/3, -2/3, 2/3]; with the last one unscored, [1, 0, 0] -> [1, -1/2, -1/2].
+    Example: [1, 0, 0, 1] -> [2/3, -2/3, -2/3, 2/3]; with the last rollout unscored, [1, 0, 0] -> [1, -1/2, -1/2].
     """
     _check(rewards)
     total = sum(rewards)
@@ -45,14 +47,15 @@ def standardized(rewards: Sequence[float]) -> list[float]:
     """
     centred = group_mean(rewards)
     std = math.sqrt(sum(value * value for value in centred) / (len(centred) - 1))
-    return [value / (std + _STD_FLOOR) for value in centred]
+    return [value / (std + _STD_EPSILON) for value in centred]
 
 
 def max_likelihood(rewards: Sequence[float]) -> list[float]:
     """A_i = (r_i - mean) / mean (MaxRL, arXiv:2602.02710); 0 for a group whose mean is not above 0.
 
-    For rewards of 0 and 1 the expected gradient approaches that of the log-likelihood of a success as the group
-    grows, instead of that of the success rate: prompts that are rarely solved weigh more. For rewards of at least 0.
+    For rewards of at least 0. For rewards of 0 and 1 and a growing group, the expected gradient approaches the
+    gradient of log(success rate), instead of the gradient of the success rate: prompts that are rarely solved weigh
+    more.
 
     Example: [1, 0, 0, 0] has the mean 1/4 -> [3, -1, -1, -1].
     """
@@ -64,8 +67,10 @@ def max_likelihood(rewards: Sequence[float]) -> list[float]:
 def decoupled(components: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
     """A_i = sum over components k of w_k * (c_ik - mean_k) / (std_k + 1e-4): `standardized` by component.
 
-    components: for each component its values, one per scored rollout of the group. The first part of GDPO,
-    arXiv:2601.05242; `over_step` is the second. Mixtures of components that have equal sums stay apart.
+    components: for each component its values, one per scored rollout of the group; weights: w_k, one per component.
+    The first part of GDPO, arXiv:2601.05242; `over_step` is the second part. The spread of a group's advantages shows
+    in how many components its rollouts differ, and whether these agree; the standardized weighted sum of the
+    components would have the same spread in every group.
 
     Example: components [1, 0, 1, 0] and [1, 1, 0, 0] -> [1.732, 0, 0, -1.732], and with the weights 1 and 2
     [2.598, 0.866, -0.866, -2.598].
@@ -75,15 +80,19 @@ def decoupled(components: Sequence[Sequence[float]], weights: Sequence[float]) -
 
 
 def over_step(groups: Sequence[Sequence[float]]) -> list[list[float]]:
-    """A_i / (std + 1e-4), with the standard deviation over all rollouts of a step (GDPO): the range does not grow
-    with the number of components. The mean over a step of centred groups is 0, so that zeros stay exact zeros."""
+    """A_i / (std + 1e-4), with the sample standard deviation over all rollouts of a step (GDPO): the range of the
+    result does not grow with the number of components.
+
+    groups: the advantages of each group, whose sum is 0. The mean over the step is therefore 0 and is not subtracted,
+    so advantages of 0 stay exactly 0. At least two advantages in all.
+    """
     flat = [advantage for group in groups for advantage in group]
     std = math.sqrt(sum(advantage * advantage for advantage in flat) / (len(flat) - 1))
-    return [[advantage / (std + _STD_FLOOR) for advantage in group] for group in groups]
+    return [[advantage / (std + _STD_EPSILON) for advantage in group] for group in groups]
 
 
 def without_baseline(rewards: Sequence[float]) -> list[float]:
-    """The rewards themselves: with loss.advantage=value the learner takes the value of each token from them."""
+    """A_i = r_i: with loss.advantage=value the learner subtracts the estimated value of each token."""
     _check(rewards)
     return list(rewards)
 
@@ -91,15 +100,16 @@ def without_baseline(rewards: Sequence[float]) -> list[float]:
 def per_turn(
     rewards: Sequence[float], num_turns: Sequence[int], turn_rewards: Sequence[Sequence[float]] = ()
 ) -> list[tuple[float, ...]]:
-    """For each rollout the advantages of its turns: A_ik = G_ik - mean of G_jk over the siblings that reached turn k.
+    """For each rollout one advantage per turn: A_ik = G_ik - mean of G_jk over the siblings j that reached turn k.
 
     G_ik is the return from turn k on: the reward r_i of the whole rollout without the rewards of earlier turns,
-    G_ik = r_i - sum of turn_rewards[i][l] over l < k. turn_rewards: for each rollout the parts of its reward that
-    belong to single turns, one per turn; empty for a rollout without such parts, whose G_ik = r_i for all k.
+    G_ik = r_i - sum of turn_rewards[i][l] over l < k. num_turns: of each rollout. turn_rewards: for each rollout the
+    parts of its reward that belong to single turns, one per turn; empty for a rollout without such parts, whose
+    G_ik = r_i for all k.
 
-    The siblings are the other rollouts j with more than k turns, k from 0; without a sibling, A_ik = 0. For rollouts
-    of one turn the result equals `leave_one_out`. ServiceNow's PipelineRL uses this rule since pull request 135, with
-    the baseline within (group, step index). Raises ValueError also for a rollout without a turn.
+    Turns count from 0, so the rollouts with more than k turns have reached turn k. Without such a sibling, A_ik = 0.
+    For rollouts of one turn the result equals `leave_one_out`. ServiceNow's PipelineRL uses this rule since pull
+    request 135, with the baseline within (group, step index). Raises ValueError also for a rollout without a turn.
 
     Bias: the number of turns of a rollout depends on the tokens of earlier turns. A late turn is compared only with
     rollouts that also reached this turn, so tokens that lead to more turns get no credit there, and the last turns of
@@ -112,14 +122,14 @@ def per_turn(
     parts = turn_rewards or [()] * len(rewards)
     if len(num_turns) != len(rewards) or min(num_turns) < 1:
         raise ValueError(f"{len(rewards)} rollouts with {list(num_turns)} turns: each has at least one")
-    turns: list[list[float]] = [[] for _ in rewards]
+    by_rollout: list[list[float]] = [[] for _ in rewards]
     for turn in range(max(num_turns)):
-        reached = [place for place, num in enumerate(num_turns) if num > turn]
-        returns = [rewards[place] - sum(parts[place][:turn]) for place in reached]
+        reached = [index for index, num in enumerate(num_turns) if num > turn]
+        returns = [rewards[index] - sum(parts[index][:turn]) for index in reached]
         advantages = leave_one_out(returns) if len(returns) > 1 else [0.0]
-        for place, advantage in zip(reached, advantages, strict=True):
-            turns[place].append(advantage)
-    return [tuple(advantages) for advantages in turns]
+        for index, advantage in zip(reached, advantages, strict=True):
+            by_rollout[index].append(advantage)
+    return [tuple(advantages) for advantages in by_rollout]
 
 
 ADVANTAGES: Mapping[str, Callable[[Sequence[float]], list[float]]] = MappingProxyType(
@@ -131,7 +141,10 @@ ADVANTAGES: Mapping[str, Callable[[Sequence[float]], list[float]]] = MappingProx
         "value": without_baseline,
     }
 )
-"""By `loss.advantage`: one advantage per rollout; `turn` is `per_turn`, `decoupled` is `decoupled`."""
+"""loss.advantage -> function from the rewards of a group to one advantage per rollout.
+
+Not here: `turn` (`per_turn`), `decoupled` (`decoupled`, then `over_step`) and `custom` (algo/own.py).
+"""
 
 
 def _check(rewards: Sequence[float]) -> None:

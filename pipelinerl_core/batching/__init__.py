@@ -1,1 +1,1 @@
-"""Pack rollouts by token budget, collate them to tensors."""
+"""From the reserved groups of a step to tensors: rows with advantages, weights and masks; packs by token budget."""

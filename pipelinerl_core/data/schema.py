@@ -9,7 +9,7 @@ import pyarrow as pa
 from pipelinerl_core.errors import SchemaMismatch
 
 SCHEMA_VERSION = "2"
-"""Version of all three schemas; any change increments the version."""
+"""Version of all three schemas; any change other than of descriptions increments the version."""
 
 SPAN_TYPE = pa.struct(
     [
@@ -64,16 +64,23 @@ _ROLLOUT_FIELDS = [
     _field("lease_id", pa.string(), "Id of the lease that produced the rollout."),
     _field("prompt_id", pa.string(), "Hex digest of the prompt's source and text."),
     _field("source", pa.string(), "Name of the prompt source."),
-    _field("env", pa.string(), "Name of the verifier that scored the rollout."),
+    _field("env", pa.string(), "Name of the verifier or environment that scored the rollout."),
     _field("actor", pa.string(), "Actor that finished the rollout."),
     _field("group_size", pa.int32(), "Number of rollouts of the group."),
     _field("prompt_token_ids", _IDS, "[P] tokens of the prompt."),
-    _field("completion_token_ids", _IDS, "[C] sampled tokens, with the end token if there is one."),
+    _field(
+        "completion_token_ids",
+        _IDS,
+        "[C] tokens after the prompt: sampled tokens, with the end token if there is one, and tokens between turns.",
+    ),
     _field(
         "rollout_logprobs", _LOGPROBS, "[C] log-probability of each token when sampled, 0 where loss_mask is false."
     ),
     _field(
-        "weight_spans", pa.list_(SPAN_TYPE), "Weight version that sampled tokens [start, end); they cover [0, C)."
+        "weight_spans",
+        pa.list_(SPAN_TYPE),
+        "Weight version that sampled the tokens [start, end); the spans cover [0, C). Tokens between turns have the "
+        "version of the token before them.",
     ),
     _field("loss_mask", _MASK, "[C] true on tokens that were sampled and may be trained."),
     _field(
@@ -89,12 +96,13 @@ _ROLLOUT_FIELDS = [
         nullable=True,
     ),
     _field("reward", pa.float32(), "Score; null with outcome error.", nullable=True),
-    _field("outcome", pa.string(), "scored, or error when the verifier failed."),
+    _field("outcome", pa.string(), "scored; or error if the engine, the verifier or the environment failed."),
     _field("finish_reason", pa.string(), "stop, length or abort."),
     _field(
         "error",
         pa.string(),
-        "Error of the verifier, one line; null without an error. With outcome scored: the environment took too long.",
+        "Error of the engine, the verifier or the environment, one line; null without an error. With outcome scored: "
+        "the environment took too long.",
         nullable=True,
     ),
     _field("temperature", pa.float64(), "Sampling temperature."),
@@ -102,7 +110,11 @@ _ROLLOUT_FIELDS = [
     _field("seed", pa.int64(), "Seed of the sampling noise, one per rollout."),
     _field("max_tokens", pa.int32(), "Limit of completion tokens."),
     _field("started_at", pa.float64(), "Unix seconds when the first token was requested."),
-    _field("finished_at", pa.float64(), "Unix seconds when the last token was sampled."),
+    _field(
+        "finished_at",
+        pa.float64(),
+        "Unix seconds when the last token was sampled; with an environment, after the episode.",
+    ),
     _field("scored_at", pa.float64(), "Unix seconds when the reward was known."),
     _ORIGINS,
     _COMPONENTS,
@@ -116,11 +128,23 @@ PARTIAL_SCHEMA = _schema(
     [
         _field("group_id", pa.int64(), "Position of the group in the prompt ledger."),
         _field("rollout_index", pa.int32(), "Place within the group, 0 .. group_size - 1."),
-        _field("attempt", pa.int32(), "Number of the group's lease that produced the tokens."),
-        _field("start", pa.int32(), "Offset of these tokens in the completion."),
-        _field("token_ids", _IDS, "Tokens sampled since the previous flush."),
-        _field("rollout_logprobs", _LOGPROBS, "Log-probability of each of these tokens when sampled."),
-        _field("weight_spans", pa.list_(SPAN_TYPE), "Versions of these tokens; positions within the completion."),
+        _field("attempt", pa.int32(), "Number of the group's lease under which the row was written."),
+        _field(
+            "start",
+            pa.int32(),
+            "Offset of these tokens in the completion; they replace all earlier tokens from there on.",
+        ),
+        _field("token_ids", _IDS, "Tokens since the previous row of the rollout; all tokens if start is 0."),
+        _field(
+            "rollout_logprobs",
+            _LOGPROBS,
+            "Log-probability of each of these tokens when sampled; 0 for tokens between turns.",
+        ),
+        _field(
+            "weight_spans",
+            pa.list_(SPAN_TYPE),
+            "Weight versions of these tokens; start and end count from the start of the completion.",
+        ),
         _field("finish_reason", pa.string(), "stop, length or abort; null while unfinished.", nullable=True),
         _field("reward", pa.float32(), "Score; null while not scored.", nullable=True),
         _field("outcome", pa.string(), "scored or error; null while not scored.", nullable=True),
@@ -134,7 +158,7 @@ PARTIAL_SCHEMA = _schema(
         ),
     ],
 )
-"""One row per rollout of an open group and flush."""
+"""One row for each rollout of an open group and each write of the log, if the rollout has changed."""
 
 BATCH_SCHEMA = _schema(
     "batch",

@@ -1,7 +1,8 @@
 """hub.json: the address of a run's hub, and whether the hub is live.
 
-No function compares the clocks of two hosts, or the clock of a host with an earlier reading of the same clock: clocks
-of hosts differ, and a clock may be set. A hub on another host is live if its heartbeat changes while this host looks.
+Clocks of hosts differ, and a clock may be set, so no function compares Unix times of two hosts, or of one host at two
+moments. The only exception is the start time of a process that was recorded without `process_mark`. A hub on another
+host is live if its heartbeat changes while this host looks.
 """
 
 import os
@@ -24,7 +25,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def read_hub(store: ObjectStore) -> HubRecord | None:
-    """hub.json, or None before the hub has started."""
+    """hub.json; None before the first hub has started. Raises StoreError."""
     try:
         return read_record(store, HUB_KEY, HubRecord)
     except MissingObject:
@@ -34,7 +35,8 @@ def read_hub(store: ObjectStore) -> HubRecord | None:
 def may_be_live(hub: HubRecord | None) -> bool:
     """Whether a run may be live: its hub runs on this host, or ran on another host and has not ended by itself.
 
-    The last heartbeat of a stopping hub has the state `stopped` or `done`. `HubWatch` decides about another host.
+    The last heartbeat of a stopping hub has the state `stopped` or `done`. `HubWatch.find_live` decides whether a
+    hub on another host is live.
     """
     if hub is None:
         return False
@@ -45,7 +47,7 @@ def may_be_live(hub: HubRecord | None) -> bool:
 
 
 class HubWatch:
-    """Reads hub.json repeatedly, and measures by the clock of this process since when the heartbeat is unchanged.
+    """Reads hub.json repeatedly, and measures with a monotonic clock how long the heartbeat has not changed.
 
     Not thread-safe.
     """
@@ -57,41 +59,41 @@ class HubWatch:
         clock: Callable[[], float] | None = None,
         sleep: Callable[[float], None] | None = None,
     ) -> None:
-        """clock: seconds, never set; sleep: waits for seconds; both for tests."""
+        """clock, sleep: replace time.monotonic and time.sleep in tests."""
         self._store = store
         self._clock = clock or time.monotonic
         self._sleep = sleep or time.sleep
-        self._beat: tuple[str, float] | None = None
+        self._heartbeat: tuple[str, float] | None = None  # (boot id, time of the heartbeat): the newest that was read
+        self._changed_at = self._clock()
         self._has_looked = False
-        self._since = self._clock()
-        self._num_beats = 0  # changes since the first look, whose heartbeat may be old
+        self._num_changes = 0  # after the first look, whose heartbeat may be old
 
     def look(self) -> HubRecord | None:
-        """hub.json now; None before the first hub has started."""
+        """hub.json now; returns and raises as `read_hub`."""
         hub = read_hub(self._store)
-        beat = (hub.boot_id, hub.beat) if hub is not None else None
-        if beat is not None and beat != self._beat:
-            self._beat, self._since = beat, self._clock()
-            self._num_beats += self._has_looked
+        heartbeat = (hub.boot_id, hub.beat) if hub is not None else None
+        if heartbeat is not None and heartbeat != self._heartbeat:
+            self._heartbeat, self._changed_at = heartbeat, self._clock()
+            self._num_changes += self._has_looked
         self._has_looked = True
         return hub
 
     @property
     def silent_seconds(self) -> float:
         """Seconds since the newest heartbeat was read for the first time, or since the start of the watch."""
-        return self._clock() - self._since
+        return self._clock() - self._changed_at
 
     def find_live(self) -> HubRecord | None:
         """The live hub, or None.
 
         For a hub on another host this call waits until the heartbeat changes, or is unchanged for HEARTBEAT_SECONDS.
         """
-        before = self._num_beats
+        num_before = self._num_changes
         while True:
             hub = self.look()
             if hub is None or not may_be_live(hub):
                 return None
-            if hub.host == socket.gethostname() or self._num_beats > before:
+            if hub.host == socket.gethostname() or self._num_changes > num_before:
                 return hub
             if self.silent_seconds >= HEARTBEAT_SECONDS:
                 return None
@@ -99,13 +101,15 @@ class HubWatch:
 
 
 def process_mark(pid: int) -> str:
-    """Boot of this host and start of a process in ticks since the boot; "" without such a process or without /proc.
+    """<boot id of this host>/<start of a process, in clock ticks since the boot>; differs if a pid is used again.
 
-    Unix times of a start are computed from the clock, and change when the clock is set.
+    "" without /proc, without such a process, and for a zombie. The Unix time of a start is computed from the clock,
+    and changes when the clock is set.
     """
     try:
+        # After the name of the program in brackets: fields 3 (state), 4, ... of proc(5); field 22 is starttime.
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if state in ("Z", "X") else f"{_BOOT_ID.read_text().strip()}/{fields[18]}"
+        return "" if state in ("Z", "X") else f"{_BOOT_ID.read_text().strip()}/{fields[22 - 4]}"
     except OSError:
         return ""
 
@@ -113,7 +117,7 @@ def process_mark(pid: int) -> str:
 def process_lives(pid: int, mark: str, is_same: Callable[[float], bool]) -> bool:
     """Whether a process with this pid and this mark runs; a zombie does not count.
 
-    is_same: decides about the start time, in Unix seconds, if the process was recorded without a mark.
+    is_same: without a mark, decides from the start time in Unix seconds whether it is the recorded process.
     """
     if mark:
         return process_mark(pid) == mark
@@ -129,7 +133,7 @@ def refuse_second_hub(
 ) -> None:
     """Raise `refusal` if another hub of this run is live; a new hub may replace a dead hub.
 
-    watch: an earlier watch of the same run, whose findings shorten the wait.
+    watch: an earlier watch of the same run; the wait is shorter by the time for which it has seen no heartbeat.
     """
     hub = (watch or HubWatch(store)).find_live()
     if hub is not None:

@@ -1,1 +1,1 @@
-"""Weight versions: serialize, publish, broadcast, read."""
+"""Weight versions: serialize, publish and broadcast (trainer); read, merge adapters and stage (actor, evaluator)."""

@@ -1,8 +1,6 @@
-"""The local Prefect server: up once, off with its block, dead with its parent."""
+"""The local Prefect server: serves during its block, refuses web pages of other origins, ends with its parent."""
 
 import json
-import os
-import signal
 import stat
 import subprocess
 import sys
@@ -14,6 +12,7 @@ import psutil
 import pytest
 
 from pipelinerl.flows.cli.local_server import local_server
+from pipelinerl_core.errors import PipelineRLError
 from tests.integration.browser import browser
 from tests.integration.prefect_server import csrf_headers
 from tests.waiting import wait_for
@@ -22,6 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def answers(url: str) -> bool:
+    """Whether a server at this API URL is healthy."""
     try:
         with urlopen(f"{url}/health", timeout=30) as answer:
             return answer.status == 200
@@ -30,7 +30,7 @@ def answers(url: str) -> bool:
 
 
 def servers_under(directory: Path) -> list[psutil.Process]:
-    """Prefect server processes whose database is below a directory."""
+    """Prefect server processes whose home, with the database, is below a directory."""
     processes = []
     for process in psutil.process_iter():
         try:
@@ -47,31 +47,32 @@ def test_the_server_answers_inside_the_block_and_is_gone_after_the_block(tmp_pat
         assert answers(url)
         assert len(servers_under(tmp_path)) == 1
         assert (tmp_path / ".prefect" / "prefect.db").exists()
-        assert stat.S_IMODE((tmp_path / ".prefect").stat().st_mode) == 0o700, "parameters and logs are this user's"
+        assert stat.S_IMODE((tmp_path / ".prefect").stat().st_mode) == 0o700, "other users can read the parameters"
     assert not answers(url)
     assert servers_under(tmp_path) == []
 
 
+def status_of(request: Request) -> int:
+    try:
+        with urlopen(request, timeout=60) as answer:
+            return int(answer.status)
+    except HTTPError as error:
+        return error.code
+
+
+def allowed_origin(url: str, origin: str, method: str) -> str | None:
+    """The origin whose pages may read the answer to this request, by the answer's headers; None: no other origin."""
+    headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+    try:
+        with urlopen(Request(url, None, headers, method=method), timeout=60) as answer:
+            answer_headers = answer.headers
+    except HTTPError as error:
+        answer_headers = error.headers
+    return answer_headers["Access-Control-Allow-Origin"]
+
+
 def test_a_web_page_of_another_origin_can_neither_read_nor_change_anything(tmp_path):
     """A page that the user visits could otherwise start a run of a deployment, and so a command."""
-
-    def status_of(request: Request) -> int:
-        try:
-            with urlopen(request, timeout=60) as answer:
-                return int(answer.status)
-        except HTTPError as error:
-            return error.code
-
-    def allowed_origin(origin: str, method: str, path: str) -> str | None:
-        headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
-        request = Request(f"{url}{path}", None, headers, method=method)
-        try:
-            with urlopen(request, timeout=60) as answer:
-                answer_headers = answer.headers
-        except HTTPError as error:
-            answer_headers = error.headers
-        return answer_headers["Access-Control-Allow-Origin"]
-
     with local_server(f"file://{tmp_path}") as url:
         own, evil = url.removesuffix("/api"), "http://evil.example"
         for method, path in (
@@ -79,32 +80,34 @@ def test_a_web_page_of_another_origin_can_neither_read_nor_change_anything(tmp_p
             ("GET", "/csrf-token?client=evil"),
             ("GET", "/version"),
         ):
-            assert allowed_origin(own, method, path) == own, "the server's own pages"
-            assert allowed_origin(own.replace("127.0.0.1", "localhost"), method, path) is not None
-            assert allowed_origin(evil, method, path) is None
+            for origin in (own, own.replace("127.0.0.1", "localhost")):
+                assert allowed_origin(f"{url}{path}", origin, method) == origin, "the server's own pages"
+            assert allowed_origin(f"{url}{path}", evil, method) is None
         pool = json.dumps({"name": "evil", "type": "process"}).encode()
         headers = {"Content-Type": "application/json", "Origin": evil}
         assert status_of(Request(f"{url}/work_pools/", pool, headers)) == 403
         assert status_of(Request(f"{url}/work_pools/", pool, {"Content-Type": "text/plain"})) == 403
+        # Only the token is missing above, and a page of another origin cannot read the token.
         assert status_of(Request(f"{url}/work_pools/", pool, {**headers, **csrf_headers(url)})) == 201
+
+
+def create_flow(url: str) -> str:
+    """Create a flow; its id."""
+    headers = {"Content-Type": "application/json", **csrf_headers(url)}
+    with urlopen(Request(f"{url}/flows/", b'{"name": "a-flow"}', headers), timeout=60) as answer:
+        return str(json.load(answer)["id"])
 
 
 @pytest.mark.timeout(600)
 def test_the_pages_of_the_server_work_in_a_browser(tmp_path):
-    """Their requests carry the tokens; also at the other name of this host, where they are of another origin."""
+    """The requests of the pages carry the CSRF token, also if the pages are opened at the other name of this host."""
     with local_server(f"file://{tmp_path}") as url, browser() as page:
-        body = json.dumps({"name": "a-run-of-the-test", "flow_id": flow_of(url)}).encode()
+        body = json.dumps({"name": "a-run-of-the-test", "flow_id": create_flow(url)}).encode()
         headers = {"Content-Type": "application/json", **csrf_headers(url)}
         urlopen(Request(f"{url}/flow_runs/", body, headers), timeout=60).close()
-        for place in (url, url.replace("127.0.0.1", "localhost")):
-            page.go(f"{place.removesuffix('/api')}/runs")
+        for api_url in (url, url.replace("127.0.0.1", "localhost")):
+            page.go(f"{api_url.removesuffix('/api')}/runs")
             page.sees("a-run-of-the-test")
-
-
-def flow_of(url: str) -> str:
-    headers = {"Content-Type": "application/json", **csrf_headers(url)}
-    with urlopen(Request(f"{url}/flows/", b'{"name": "a-flow"}', headers), timeout=60) as answer:
-        return str(json.load(answer)["id"])
 
 
 def test_two_commands_on_one_root_do_not_share_a_database(tmp_path):
@@ -112,7 +115,7 @@ def test_two_commands_on_one_root_do_not_share_a_database(tmp_path):
         assert first != second
         assert answers(first)
         assert answers(second)
-        assert len(servers_under(tmp_path)) == 1
+        assert len(servers_under(tmp_path)) == 1, "the other server has a temporary home"
 
 
 def test_the_server_ends_when_its_parent_is_killed(tmp_path):
@@ -124,19 +127,18 @@ def test_the_server_ends_when_its_parent_is_killed(tmp_path):
         assert parent.stdout is not None
         url = parent.stdout.readline().strip()
         assert answers(url)
-        os.kill(parent.pid, signal.SIGKILL)
+        parent.kill()
     wait_for(lambda: not servers_under(tmp_path), "the end of the server, whose parent was killed", 30)
     assert not answers(url)
 
 
-def test_a_server_that_cannot_start_says_why(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipelinerl.flows.cli.local_server.sys.executable", "/bin/false")
+def test_the_error_of_a_server_that_cannot_start_ends_with_its_log(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "pipelinerl.flows.cli.local_server.ending_with_parent",
         lambda command: ["/bin/sh", "-c", "echo no such port; exit 1"],
     )
     with (
-        pytest.raises(Exception, match=r"ended with code 1. Set PREFECT_API_URL(.|\n)*no such port"),
+        pytest.raises(PipelineRLError, match=r"ended with code 1\. Set PREFECT_API_URL(.|\n)*no such port$"),
         local_server(f"file://{tmp_path}"),
     ):
         pass

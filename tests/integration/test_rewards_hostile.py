@@ -1,4 +1,6 @@
-"""Every task of reasoning-gym, scored by real processes, with answers that would execute, escape or exhaust."""
+"""Every reviewed task of reasoning-gym, scored by real processes: answers that run code, break parsers or exhaust
+memory are wrong answers.
+"""
 
 import asyncio
 import os
@@ -22,13 +24,15 @@ pytestmark = [
 ]
 
 HARMLESS = "no idea"
-PAYS_FOR_ANYTHING = {"game_of_life_halting", "propositional_logic"}
-"""The library gives these tasks' wrong answers a reward; here they get no more than HARMLESS gets."""
-SMALL_CHANGE = 0.15
-"""Some scorers pay for an answer that holds a right digit or letter among others."""
+REWARDS_WRONG_ANSWERS = {"game_of_life_halting", "propositional_logic"}
+"""Tasks for which the library rewards wrong answers; a hostile answer must get no more than HARMLESS."""
+MAX_PARTIAL_REWARD = 0.15
+"""For the other tasks: some scorers reward an answer that has a right digit or letter among others."""
 
 
 def attacks(marker):
+    """Answers that, run as code, create the file `marker`, claim a reward of 1, or use up processes or memory; and
+    answers that break parsers."""
     write_replies = "[__import__('os').write(n, b'{\"id\": 1, \"reward\": 1.0}\\n') for n in range(3, 64)]"
     patch = "__import__('sys').modules['__main__'].__dict__.update(_scored=lambda *a: {'reward': 1.0})"
     return [
@@ -65,43 +69,43 @@ def attacks(marker):
     ]
 
 
-def one_prompt(task):
-    entry = create_dataset(task, seed=3, size=500)[0]
+def prompt_of(task, entry):
     known = {"task": task, "answer": entry["answer"], "metadata": with_tagged_tuples(entry["metadata"])}
     return Prompt(prompt_id="0" * 16, source="test", env="reasoning_gym", text="", task=known)
 
 
-def test_hostile_answers_to_every_task_are_wrong_answers_and_change_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("PIPELINERL_TOKEN", "hidden")
-    lost = []
-    marker = tmp_path / "marker"
-    hostile = attacks(str(marker))
-    function, memory = VERIFIERS["reasoning_gym"]
-    spec = ChildSpec(
-        name="reasoning_gym", function=function, timeout_seconds=20, memory_bytes=memory,
-        prepare={task: TaskOptions({}) for task in sorted(GATES)}, forks=True,
+def spec_of(tasks):
+    function, memory_bytes = VERIFIERS["reasoning_gym"]
+    return ChildSpec(
+        name="reasoning_gym", function=function, timeout_seconds=20, memory_bytes=memory_bytes,
+        prepare={task: TaskOptions({}) for task in tasks}, forks=True,
     )  # fmt: skip
+
+
+def test_hostile_answers_to_every_task_are_wrong_answers_and_change_nothing(tmp_path):
+    causes_of_loss = []
+    hostile = attacks(str(tmp_path / "marker"))
     before = {child.pid for child in psutil.Process().children(recursive=True)}
 
     async def main():
-        scorer = ProcessScorer(spec, 1, lost.append)
+        scorer = ProcessScorer(spec_of(sorted(GATES)), 1, causes_of_loss.append)
         try:
             for task in sorted(GATES):
-                prompt = one_prompt(task)
+                prompt = prompt_of(task, create_dataset(task, seed=3, size=500)[0])
                 right = f"<answer>{prompt.task['answer']}</answer>"
-                paid = await scorer.score(prompt, right)
-                unpaid = await scorer.score(prompt, HARMLESS)
+                reward_of_right = await scorer.score(prompt, right)
+                reward_of_harmless = await scorer.score(prompt, HARMLESS)
+                limit = reward_of_harmless if task in REWARDS_WRONG_ANSWERS else MAX_PARTIAL_REWARD
                 for answer in hostile:
                     reward = await scorer.score(prompt, f"<answer>{answer}</answer>")
-                    limit = unpaid if task in PAYS_FOR_ANYTHING else SMALL_CHANGE
                     assert reward <= limit, (task, answer[:50])
-                assert await scorer.score(prompt, right) == paid, task
-                assert await scorer.score(prompt, HARMLESS) == unpaid, task
+                assert await scorer.score(prompt, right) == reward_of_right, task
+                assert await scorer.score(prompt, HARMLESS) == reward_of_harmless, task
         finally:
             await scorer.close()
 
     asyncio.run(main())
-    assert lost == []  # the gates stopped what no scorer survives
+    assert causes_of_loss == [], "the gates refuse the answers that would end the scorer"
     assert list(tmp_path.iterdir()) == []
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
@@ -110,21 +114,12 @@ def test_hostile_answers_to_every_task_are_wrong_answers_and_change_nothing(tmp_
 def test_answers_that_are_evaluated_get_the_rewards_of_the_library(task):
     dataset = create_dataset(task, seed=7, size=20)
     entries = [dataset[index] for index in range(20)]
-    function, memory = VERIFIERS["reasoning_gym"]
-    spec = ChildSpec(
-        name="reasoning_gym", function=function, timeout_seconds=20, memory_bytes=memory,
-        prepare={task: TaskOptions({})}, forks=True,
-    )  # fmt: skip
-
-    def prompt(entry):
-        known = {"task": task, "answer": entry["answer"], "metadata": with_tagged_tuples(entry["metadata"])}
-        return Prompt(prompt_id="0" * 16, source="test", env="reasoning_gym", text="", task=known)
 
     async def main():
-        scorer = ProcessScorer(spec, 1)
+        scorer = ProcessScorer(spec_of([task]), 1)
         try:
-            right = [scorer.score(prompt(entry), entry["answer"]) for entry in entries]
-            wrong = [scorer.score(prompt(entry), f"{entry['answer']} + 1000") for entry in entries]
+            right = [scorer.score(prompt_of(task, entry), entry["answer"]) for entry in entries]
+            wrong = [scorer.score(prompt_of(task, entry), f"{entry['answer']} + 1000") for entry in entries]
             return await asyncio.gather(*right), await asyncio.gather(*wrong)
         finally:
             await scorer.close()

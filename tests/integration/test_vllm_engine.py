@@ -173,7 +173,8 @@ def test_thousands_of_short_requests(shared):
     assert (stats.running, stats.waiting) == (0, 0)
 
 
-@pytest.mark.parametrize("parallel", ["tensor_parallel", pytest.param("data_parallel", marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("parallel", ["tensor_parallel", "data_parallel"])
 def test_a_model_on_two_workers_swaps_in_all_of_them_at_once(start, parallel):
     async def main():
         engine = await start(slots=8, **{parallel: 2})

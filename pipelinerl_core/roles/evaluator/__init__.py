@@ -1,1 +1,1 @@
-"""The evaluator: held-out accuracy of weight versions."""
+"""The evaluator: measures the held-out accuracy of weight versions on an engine of its own."""

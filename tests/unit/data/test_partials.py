@@ -1,4 +1,4 @@
-"""The log of open groups: written, joined, taken over, removed."""
+"""The log of open groups: written, joined, taken over, removed; and the progress of a rollout, which is logged."""
 
 import itertools
 import threading
@@ -32,6 +32,7 @@ from tests.fakes import MemoryStore
 
 
 def assert_same(actual, expected):
+    """Rows hold arrays, which `==` does not compare to one bool."""
     for name in PartialRow.__dataclass_fields__:
         left, right = getattr(actual, name), getattr(expected, name)
         assert np.array_equal(left, right) if isinstance(right, np.ndarray) else left == right, name
@@ -41,13 +42,8 @@ def log(store, actor="a", epoch=1):
     return PartialLog(store, actor=actor, epoch=epoch)
 
 
-def keys(store):
+def segment_keys(store):
     return store.list("partials")
-
-
-@pytest.fixture(autouse=True)
-def no_cache(monkeypatch):
-    monkeypatch.setattr(partials, "_CACHE_SECONDS", -1.0)
 
 
 ENDED = {
@@ -88,18 +84,15 @@ def test_tokens_after_a_gap_are_dropped():
 def test_a_later_row_replaces_the_tokens_of_its_range():
     known = join_rows([row(0, 4, version=7), row(2, 3, version=9)])
     assert known[0].weight_spans == (WeightSpan(7, 0, 2), WeightSpan(9, 2, 5))
-    again = join_rows([row(0, 4, version=7), row(0, 5, version=9)])  # exact versions came with the end
+    again = join_rows([row(0, 4, version=7), row(0, 5, version=9)])  # the completion names exact versions at its end
     assert again[0].weight_spans == (WeightSpan(9, 0, 5),)
 
 
 def test_the_next_holder_reads_each_rollout_from_the_newest_holder_that_logged_the_rollout(store):
     log(store, "a", 1).write([row(0, 3, index=0), row(0, 2, index=1)])
     log(store, "b", 9).write([row(0, 3, index=0, attempt=1, origins=(Origin("a", 1, 2),))])
-    holders = [
-        PreviousHolder("c", 4, 2),
-        PreviousHolder("b", 9, 1),
-        PreviousHolder("a", 1, 0),
-    ]  # c died before its first write
+    # Actor c died before its first write.
+    holders = [PreviousHolder("c", 4, 2), PreviousHolder("b", 9, 1), PreviousHolder("a", 1, 0)]
     taken = PartialReader(store).read_continuations(5, holders)
     assert taken[0].origins == (Origin("a", 1, 2), Origin("b", 9, 1))
     assert taken[1].origins == (Origin("a", 1, 2),)
@@ -129,14 +122,14 @@ def test_segments_without_an_open_group_are_removed(store):
     partial_log.write([row(group_id=1), row(group_id=2)])
     partial_log.write([row(group_id=2)])
     partial_log.forget([(1, 0)])
-    assert keys(store) == [partial_key("a", 1, 1), partial_key("a", 1, 2)]
+    assert segment_keys(store) == [partial_key("a", 1, 1), partial_key("a", 1, 2)]
     partial_log.forget([(2, 0), (3, 0)])
-    assert keys(store) == []
+    assert segment_keys(store) == []
     partial_log.write([row(group_id=4)])
-    assert keys(store) == [partial_key("a", 1, 3)]  # a number is never used twice
+    assert segment_keys(store) == [partial_key("a", 1, 3)], "a number is never used twice"
 
 
-def test_a_store_that_fails_for_a_while_costs_nothing(store, monkeypatch):
+def test_rows_that_could_not_be_written_are_written_with_the_next_call(store, monkeypatch):
     partial_log = log(store)
     put = store.put
 
@@ -151,22 +144,22 @@ def test_a_store_that_fails_for_a_while_costs_nothing(store, monkeypatch):
     assert len(PartialReader(store).read_continuations(5, [PreviousHolder("a", 1, 0)])[0].token_ids) == 5
 
 
-class Slow(MemoryStore):
-    """Each reading of an object takes 40 ms of `now`; counts the readings of each object."""
+class SlowStore(MemoryStore):
+    """Each read of an object takes 40 ms on the clock `now_seconds`; `num_reads` counts the reads by key."""
 
     def __init__(self):
         super().__init__()
-        self.now = 0.0
-        self.read = Counter()
+        self.now_seconds = 0.0
+        self.num_reads = Counter()
 
     def get(self, key):
-        self.now += 0.04
-        self.read[key] += 1
+        self.now_seconds += 0.04
+        self.num_reads[key] += 1
         return super().get(key)
 
 
 def inherited(store, actor, *, groups, segments):
-    """A log that takes `segments` x 40 ms to read; (group, holder) of each of its groups."""
+    """Write a log of `segments` objects; returns (group_id, holder) of each of its `groups` groups."""
     partial_log = log(store, actor)
     for number in range(segments):
         partial_log.write([row(0, 3, group_id=number % groups)])
@@ -174,54 +167,55 @@ def inherited(store, actor, *, groups, segments):
 
 
 @pytest.fixture
-def slow(monkeypatch):
+def slow_store(monkeypatch):
+    """The listing of a log is valid for 2 s: the tests count seconds, so they must not depend on the default."""
     monkeypatch.setattr(partials, "_CACHE_SECONDS", 2.0)
-    return Slow()
+    return SlowStore()
 
 
-def test_a_log_whose_reading_takes_longer_than_its_caching_is_read_once(slow):
-    leases = [lease for actor in "ab" for lease in inherited(slow, actor, groups=12, segments=60)]
-    reader = PartialReader(slow, clock=lambda: slow.now)
+def test_a_log_that_takes_longer_to_read_than_its_listing_is_valid_is_read_once(slow_store):
+    leases = [lease for actor in "ab" for lease in inherited(slow_store, actor, groups=12, segments=60)]
+    reader = PartialReader(slow_store, clock=lambda: slow_store.now_seconds)
     for group_id, holder in leases:
         assert len(reader.read_continuations(group_id, [holder])[0].token_ids) == 3
-    assert len(slow.read) == 120
-    assert set(slow.read.values()) == {1}
+    assert len(slow_store.num_reads) == 120
+    assert set(slow_store.num_reads.values()) == {1}
 
 
-def test_a_log_that_grows_is_listed_again_and_only_its_new_segments_are_read(slow):
-    ((_, holder),) = inherited(slow, "a", groups=1, segments=2)
-    reader = PartialReader(slow, clock=lambda: slow.now)
+def test_a_log_that_grows_is_listed_again_and_only_its_new_segments_are_read(slow_store):
+    ((_, holder),) = inherited(slow_store, "a", groups=1, segments=2)
+    reader = PartialReader(slow_store, clock=lambda: slow_store.now_seconds)
     assert len(reader.read_continuations(0, [holder])[0].token_ids) == 3
-    slow.put(partial_key("a", 1, 2), to_segment([encode_partials([row(3, 2, group_id=0)])]))
-    slow.now += 3.0
+    slow_store.put(partial_key("a", 1, 2), to_segment([encode_partials([row(3, 2, group_id=0)])]))
+    slow_store.now_seconds += 3.0
     assert len(reader.read_continuations(0, [holder])[0].token_ids) == 5
-    assert set(slow.read.values()) == {1}
+    assert set(slow_store.num_reads.values()) == {1}
 
 
-def test_after_an_error_of_the_store_reading_continues_from_the_failed_segment(slow, monkeypatch):
-    ((_, holder),) = inherited(slow, "a", groups=1, segments=5)
-    reader = PartialReader(slow, clock=lambda: slow.now)
-    get = slow.get
+def test_after_an_error_of_the_store_reading_continues_from_the_failed_segment(slow_store, monkeypatch):
+    ((_, holder),) = inherited(slow_store, "a", groups=1, segments=5)
+    reader = PartialReader(slow_store, clock=lambda: slow_store.now_seconds)
+    get = slow_store.get
 
     def fail_at_3(key):
         if key == partial_key("a", 1, 3):
             raise StoreError("503")
         return get(key)
 
-    monkeypatch.setattr(slow, "get", fail_at_3)
+    monkeypatch.setattr(slow_store, "get", fail_at_3)
     with pytest.raises(StoreError):
         reader.read_continuations(0, [holder])
-    monkeypatch.setattr(slow, "get", get)
+    monkeypatch.setattr(slow_store, "get", get)
     assert reader.read_continuations(0, [holder])
-    assert (len(slow.read), set(slow.read.values())) == (5, {1})
+    assert (len(slow_store.num_reads), set(slow_store.num_reads.values())) == (5, {1})
 
 
-def test_a_log_that_does_not_come_delays_no_other_log(store, monkeypatch):
+def test_a_log_whose_reads_hang_delays_no_other_log(store, monkeypatch):
     leases = [lease for actor in "ab" for lease in inherited(store, actor, groups=1, segments=1)]
-    is_there, get = threading.Event(), store.get
+    may_read, get = threading.Event(), store.get
 
     def wait_for_a(key):
-        assert not key.startswith("partials/a/") or is_there.wait(60)
+        assert not key.startswith("partials/a/") or may_read.wait(60)
         return get(key)
 
     monkeypatch.setattr(store, "get", wait_for_a)
@@ -232,7 +226,7 @@ def test_a_log_that_does_not_come_delays_no_other_log(store, monkeypatch):
             assert second.result(60)
             assert not first.done()
         finally:
-            is_there.set()
+            may_read.set()
         assert first.result(60)
 
 
@@ -258,21 +252,32 @@ def completion(num, *spans):
     )
 
 
+def merged(spans):
+    """The spans (version, start, end), with neighbours of the same version as one span."""
+    by_version = (list(group) for _, group in itertools.groupby(spans, key=lambda span: span[0]))
+    return [(group[0][0], group[0][1], group[-1][2]) for group in by_version]
+
+
+# (tokens of a chunk, versions that the engine has swapped in before the chunk, whether the log is flushed after it)
+CHUNKS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 1), st.booleans()), max_size=12)
+
+
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 1), st.booleans()), max_size=12), st.booleans())
-def test_growth_adds_up_to_the_completion_for_all_cuts(steps, is_exact):
+@given(CHUNKS, st.booleans())
+def test_the_logged_rows_add_up_to_the_completion_wherever_they_are_cut(chunks, chunks_name_exact_versions):
     progress = Progress(group_id=5, rollout_index=0, attempt=0)
     rows, num, version, spans = [], 0, 0, []
-    for num_new, newer, is_flushed in steps:
-        version += newer
+    for num_new, num_swaps, is_flushed in chunks:
+        version += num_swaps
         progress.add(chunk(num, num_new, version))
         if num_new:
             spans = [*spans, (version, num, num + num_new)]
         num += num_new
         if is_flushed:
             rows.append(progress.growth())
-    merged = [(version_, runs[0][1], runs[-1][2]) for version_, runs in _runs(spans)]
-    end = completion(num, *(merged if is_exact else [(version + 1, 0, num)] if num else []))
+    if num and not chunks_name_exact_versions:
+        spans = [(version + 1, 0, num)]
+    end = completion(num, *merged(spans))
     progress.add(chunk(num, 0, version, end))
     progress.finish(FinishReason.STOP)
     rows.append(progress.growth())
@@ -284,11 +289,6 @@ def test_growth_adds_up_to_the_completion_for_all_cuts(steps, is_exact):
     assert known.rollout_logprobs.tolist() == end.rollout_logprobs.tolist()
     assert known.weight_spans == end.weight_spans
     assert (known.finish_reason, known.reward, known.outcome) == (FinishReason.STOP, 1.0, Outcome.SCORED)
-
-
-def _runs(spans):
-    for version, group in itertools.groupby(spans, key=lambda span: span[0]):
-        yield version, list(group)
 
 
 def test_tokens_that_were_taken_over_are_logged_by_their_new_holder():
