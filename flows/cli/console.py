@@ -1,6 +1,7 @@
 """Output and exit codes of the commands: the result on stdout, as lines or JSON; messages on stderr."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,8 +30,19 @@ def say(text: str) -> None:
 def answer(document: Any, lines: list[str], *, as_json: bool) -> None:
     """Write the result of a command to stdout: `document` as JSON, or `lines`."""
     text = json.dumps(document, indent=2) if as_json else "\n".join(lines)
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # `pipelinerl runs | head -1`: the reader has what it wants
+        _close_stdout()
+    except OSError as error:
+        _close_stdout()
+        raise PipelineRLError(f"the result cannot be written: {error.strerror}") from None
+
+
+def _close_stdout() -> None:
+    """The interpreter's exit must not write the rest, and fail again."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the exit
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """`pipelinerl init`: writes a commented configuration to start from."""
 
+import shlex
 from typing import Annotated
 
 import typer
@@ -39,7 +40,8 @@ def init(
     path = Path(file)
     if path.suffix != ".toml":
         raise ConfigError(f"{file}: must end in .toml, because `pipelinerl train` reads other names as presets")
-    title = f"From the preset {source}. `pipelinerl train {file} --tiny` tries this file; delete a # to set a key."
+    trial = f"`pipelinerl train {shlex.quote(file)} --tiny`"
+    title = f"From the preset {source}. {trial} tries this file; delete a # to set a key."
     text = commented_toml(load_config(source, overrides or ()), title)
     try:
         with path.open("x", encoding="utf-8") as stream:
@@ -50,6 +52,6 @@ def init(
         raise ConfigError(f"{file} cannot be written: {error.strerror}") from None
     answer(
         {"file": str(path), "source": source},
-        [f"{file}: edit, then `pipelinerl train {file} --tiny`"],
+        [f"{file}: edit, then {trial}"],
         as_json=as_json,
     )

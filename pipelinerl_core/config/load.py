@@ -1,10 +1,12 @@
 """TOML preset or file + dotted overrides -> RunConfig. Every mistake is one line: what, why, what to set."""
 
+import codecs
 import difflib
 import tomllib
 import typing
 from importlib import resources
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -101,7 +103,7 @@ def _read(source: str) -> dict[str, Any]:
         if not path.is_file():
             raise ConfigError(f"{source}: no such file. Give a TOML file or a preset: {', '.join(preset_names())}")
         try:
-            text = path.read_text(encoding="utf-8")
+            text = _decoded(path.read_bytes())
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{source}: cannot be read: {error}. Write the file in UTF-8") from None
     elif source in preset_names():
@@ -115,6 +117,12 @@ def _read(source: str) -> dict[str, Any]:
         return _with_named_parts(tomllib.loads(text))
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, or an integer of thousands of digits
         raise ConfigError(f"{source}: not valid TOML: {error}") from None
+
+
+def _decoded(data: bytes) -> str:
+    """Text in UTF-8, or in UTF-16 as PowerShell writes it; either may begin with a byte order mark."""
+    is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return data.decode("utf-16" if is_utf16 else "utf-8-sig")
 
 
 def _with_named_parts(values: dict[str, Any]) -> dict[str, Any]:
@@ -131,15 +139,45 @@ def _with_named_parts(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
-    """Set one dotted key in place; the value is read as TOML, and as a plain string when it is not TOML."""
+    """Set one dotted key in place; the value is read as TOML, and as a plain string when it is not TOML.
+
+    The value of a key that holds text is text (`tracking.experiment=7`), and a list may be written as `A,B`.
+    """
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise ConfigError(f"{override}: not an override. Write section.key=value, for example trainer.steps=20")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    value = _toml_value(text)
+    types = _types(key)
+    if types <= {str, NoneType} and types and not isinstance(value, str):
         value = text
+    elif types & {tuple, list} and not isinstance(value, list):
+        value = [_toml_value(part.strip()) for part in text.split(",")] if text else []
     set_value(values, key, value)
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _types(key: str) -> set[Any]:
+    """The types that a key accepts, without their arguments; empty for an unknown key."""
+    section, _, name = key.partition(".")
+    if section == "mixture":
+        name = f"<name>.{name.partition('.')[2]}"
+    field = dict(fields()).get(f"{section}.{name}" if name else section)
+    return set() if field is None else _plain_types(field.annotation)
+
+
+def _plain_types(annotation: Any) -> set[Any]:
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return _plain_types(typing.get_args(annotation)[0])
+    if origin in (typing.Union, UnionType):
+        return {plain for member in typing.get_args(annotation) for plain in _plain_types(member)}
+    return {origin or annotation}
 
 
 def set_value(values: dict[str, Any], key: str, value: Any) -> None:

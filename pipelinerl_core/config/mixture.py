@@ -13,7 +13,7 @@ from pipelinerl_core.errors import ConfigError
 class MixturePart(Section):
     """One part of a mixture (docs/mixtures.md). A section that the part names replaces the run's section."""
 
-    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    weight: float = Field(1.0, gt=0)
     """Weight of the part: its share of the groups is its weight over the sum of all weights."""
     prompts: dict[str, Any] = Field({})
     """Keys of [prompts] for this part; without an entry, kind and system are those of [prompts], other keys have

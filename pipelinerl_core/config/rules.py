@@ -342,8 +342,6 @@ def _reward_problem(config: Settings) -> str | None:
 
 
 def _weights_of_reward_problem(config: Settings) -> str | None:
-    if not all(math.isfinite(weight) for weight in config.reward.weights.values()):
-        return f"reward.weights={config.reward.weights}: a weight is not finite. Set finite weights"
     if config.loss.decouples_components and not config.reward.weights:
         return (
             "loss.advantage=decoupled standardizes each component that reward.weights names, but reward.weights is "

@@ -13,7 +13,7 @@ Auto = Literal["auto"]
 class Section(BaseModel):
     """A frozen section: unknown keys are errors, the text under a field is its help."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 def default_kind(kind: str) -> Callable[[Any], Any]:

@@ -46,7 +46,7 @@ class TaskSections(Section):
 class Settings(Section):
     """All settings of a run, and what follows from them."""
 
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**63)
     """Seed of all random numbers: prompts, sampling, initial weights. Change to repeat an experiment
     independently."""
     model: ModelConfig = ModelConfig()

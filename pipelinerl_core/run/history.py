@@ -13,6 +13,7 @@ harmless, and the hub never has a commit that readers ignore (docs/adr/0019-take
 
 import itertools
 import os
+import shlex
 import socket
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -95,7 +96,7 @@ def refuse_missing(
         raise StoreUnavailable(
             f"{store.url}/{COMMITS_PREFIX}/{missing:08d}.*: the store lists no commit of step {missing}, but step "
             f"{newest} was committed. The store may have answered wrongly: try again. If commits are lost for good, "
-            f"`pipelinerl accept-loss {store.url}` lets the run continue from the last step before them"
+            f"`pipelinerl accept-loss {shlex.quote(store.url)}` lets the run continue from the last step before them"
         )
 
 

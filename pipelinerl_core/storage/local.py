@@ -27,6 +27,8 @@ class FileStore:
     """Objects as files below a directory. A reader sees a whole object or none, also after a crash in a write."""
 
     def __init__(self, root: Path, *, retry_seconds: float = RETRY_SECONDS) -> None:
+        if os.path.isfile(root):
+            raise StoreError(f"{root} is a file, not a directory")
         self.url = f"file://{root}"
         self._root = root
         self._retry_seconds = retry_seconds

@@ -26,6 +26,7 @@ trainer removes its checkpoints itself.
 
 import argparse
 import json
+import shlex
 import shutil
 import sys
 import time
@@ -88,7 +89,8 @@ class Collector:
         self.epochs = commits.epochs
         """Epochs that define the counting commits; a newer epoch invalidates the collection."""
         if lost := lost_commits(list_commits(store).keys(), self.epochs):
-            raise StoreError(f"{store.url}: nothing is removed: {lost[0]}. See `pipelinerl audit {store.url}`")
+            audit = f"`pipelinerl audit {shlex.quote(store.url)}`"
+            raise StoreError(f"{store.url}: nothing is removed: {lost[0]}. See {audit}")
         self._commit_keys = set(commits.keys_by_step.values())
         self._commits = [_Named.of(commit) for commit in commits.values()]
         last = next(iter(commits.newest(1)), None)

@@ -6,6 +6,7 @@ threads, losses and weights are equal to the last bit.
 
 import hashlib
 import logging
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -146,7 +147,7 @@ def replay_steps(store: ObjectStore, learner: Learner, commits: dict[int, str], 
         later = min((step for step in commits if step > missing), default=last)
         raise MissingObject(
             f"{store.url}: step {missing} has no commit, and step {later} has one. If the commit is lost for good, "
-            f"`pipelinerl accept-loss {store.url}` lets the run continue after step {missing - 1}"
+            f"`pipelinerl accept-loss {shlex.quote(store.url)}` lets the run continue after step {missing - 1}"
         )
     for step in steps:
         commit = read_commit(store, commits[step])

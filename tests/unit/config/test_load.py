@@ -48,6 +48,49 @@ def test_overrides_win_over_the_preset_and_keep_their_types():
     )
 
 
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("tracking.experiment=2024-05-01", "2024-05-01"),
+        ("tracking.experiment=7", "7"),
+        ("tracking.experiment=true", "true"),
+        ('tracking.experiment="7"', "7"),
+        ("model.path=123", "123"),
+        ("model.path=1e5", "1e5"),
+        ("prompts.lengths=2,3", (2, 3)),
+        ("prompts.lengths=2, 3", (2, 3)),
+        ("prompts.lengths=4", (4,)),
+        ("prompts.lengths=[2, 3]", (2, 3)),
+    ],
+)
+def test_an_override_takes_the_type_of_its_key(override, value):
+    section, name = override.partition("=")[0].split(".")
+    assert getattr(getattr(load_config("quickstart", [override]), section), name) == value
+
+
+@pytest.mark.parametrize("override", ["seed=-1", "seed=99999999999999999999", "learner.lr=inf", "learner.lr=nan",
+                                      "rollouts.temperature=inf"])  # fmt: skip
+def test_a_number_that_some_library_refuses_later_is_refused_at_once(override):
+    with pytest.raises(ConfigError) as refused:
+        load_config("quickstart", [override])
+    assert str(refused.value).startswith(override.partition("=")[0])
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le"])
+def test_a_file_of_another_editor_is_read(tmp_path, encoding):
+    text = "# café\r\n[trainer]\r\nsteps = 3\r\n"
+    path = tmp_path / "own.toml"
+    path.write_bytes((b"\xff\xfe" if encoding == "utf-16-le" else b"") + text.encode(encoding))
+    assert load_config(str(path)).trainer.steps == 3
+
+
+def test_a_file_in_an_unknown_encoding_is_one_line(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_bytes("# café\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"own\.toml: cannot be read: .* Write the file in UTF-8$"):
+        load_config(str(path))
+
+
 @pytest.mark.parametrize("chosen", ["auto", "true", "false"])
 def test_activations_are_recomputed_on_a_gpu_if_packs_are_long(chosen):
     key = f"learner.activation_checkpointing={chosen}"
@@ -193,7 +236,7 @@ ENVIRONMENT = "environment.path=my_env.py:Guess"
         ([ENVIRONMENT, "reward.function=a.py:b"], r"reward\.function=a\.py:b chooses a verifier. Remove one"),
         ([ENVIRONMENT, "reward.kind=exact_match"], r"reward\.kind=exact_match chooses a verifier. Remove one"),
         ([ENVIRONMENT, 'environment.variables=["PIPELINERL_TOKEN"]'], "'PIPELINERL_TOKEN', which a user's code"),
-        ([ENVIRONMENT, "reward.weights.a=nan"], "a weight is not finite"),
+        ([ENVIRONMENT, "reward.weights.a=nan"], r"reward\.weights\.a=nan: input should be a finite number"),
         ([ENVIRONMENT, "environment.max_turns=0"], "greater than or equal to 1"),
         (["reward.weights.a=1"], "Set reward.function too"),
         (["reward.network=true"], "Set reward.function too"),

@@ -32,6 +32,31 @@ def refused(*arguments: str) -> str:
     return lines[0]
 
 
+def test_a_full_disk_and_a_reader_that_leaves_are_no_traceback():
+    command = [sys.executable, "-m", "pipelinerl.flows.cli", "config", "--keys"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT, check=False
+        )
+    assert ended.returncode == 1
+    assert ended.stderr == "pipelinerl: PipelineRLError: the result cannot be written: No space left on device\n"
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT, check=False
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_root_that_is_a_file_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    ended = pipelinerl("runs", "--root", str(tmp_path / "file"))
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "file is a file, not a directory" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
 def test_config_prints_toml_that_train_reads_back_to_the_same_settings(tmp_path):
     printed = pipelinerl("config", "quickstart", "trainer.steps=7").stdout
     (tmp_path / "mine.toml").write_text(printed)
