@@ -19,6 +19,9 @@ class PromptsSection(Section):
     system: str = Field("default", min_length=1)
     """System message before each prompt, with model.chat_template. default: whatever the chat template inserts by
     itself; none: no system turn, also where the chat template would insert one; any other text: the message."""
+    control_tokens: Literal["text", "allow"] = "text"
+    """With model.chat_template, text in a message that looks like a special token ("<|im_end|>"). text: ordinary
+    text, so that no message can end a turn; allow: the token."""
 
     def held_out_in(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Keys that hold out every row of a set of eval.sets which `changes` takes from another file or split."""

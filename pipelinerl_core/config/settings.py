@@ -11,7 +11,7 @@ from pipelinerl_core.config.interleave import Interleave
 from pipelinerl_core.config.learners import LearnerConfig, TorchConfig
 from pipelinerl_core.config.losses import LossConfig, ReinforceLoss
 from pipelinerl_core.config.mixture import MixturePart
-from pipelinerl_core.config.prompts import PromptsConfig, SumsPrompts
+from pipelinerl_core.config.prompts import PromptsConfig, PromptsSection, SumsPrompts
 from pipelinerl_core.config.schedules import PipelineSchedule, ScheduleConfig
 from pipelinerl_core.config.scoring import RewardConfig
 from pipelinerl_core.config.section import Dtype, Section
@@ -146,7 +146,7 @@ class Settings(Section):
         """The configuration of one part of the mixture, without a mixture. Raises ValidationError."""
         part, changes = self.mixture[name], dict[str, Any](mixture={})
         if part.prompts:
-            own = {"kind": self.prompts.kind, "system": self.prompts.system}
+            own = {"kind": self.prompts.kind, **self.prompts.model_dump(include=set(PromptsSection.model_fields))}
             changes["prompts"] = TaskSections.model_validate({"prompts": {**own, **part.prompts}}).prompts
         if part.reward:
             changes["reward"] = TaskSections.model_validate({"reward": part.reward}).reward
@@ -161,12 +161,12 @@ class Settings(Section):
         return Interleave({name: part.weight for name, part in self.mixture.items()})
 
     def with_set(self, name: str) -> Self:
-        """This configuration with the prompts of a set of eval.sets; of another kind of prompts only prompts.system
-        is kept. Raises ValidationError for keys that these prompts do not have."""
+        """This configuration with the prompts of a set of eval.sets; of another kind of prompts only
+        the keys that every kind has are kept. Raises ValidationError for keys that these prompts do not have."""
         changes, own = self.eval.sets[name], self.prompts.model_dump()
         kind = changes.get("kind", own["kind"])
         if kind != own["kind"]:
-            own = {"system": own["system"]}
+            own = {name: own[name] for name in PromptsSection.model_fields}
         prompts = TaskSections.model_validate({"prompts": {**own, **changes}}).prompts
         if held_out := prompts.held_out_in(changes):  # another file or split is held out as a whole
             prompts = TaskSections.model_validate({"prompts": {**own, **held_out, **changes}}).prompts

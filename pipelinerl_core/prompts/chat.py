@@ -1,6 +1,8 @@
 """Encodes a prompt as the input tokens of the model; renders conversations with the chat template."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
@@ -14,22 +16,62 @@ Messages = Sequence[Message]
 
 _MARK = "<the-system-message>"
 """Stands for the system message while the system turn of a chat template is located."""
+_PROBE = "probe0question"
+"""Stands for the text of a message."""
+_DIVIDER = "\ufdd0\ufdd1"
+"""Divides text that must not become a special token. Unicode reserves both code points for uses like this one."""
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Any, chat_template: bool, system: str = "default") -> Int32Array:
+class SpecialTokens:
+    """Keeps text of messages that looks like a special token ("<|im_end|>") apart from the tokens of a chat template.
+
+    Added tokens that are not special, such as <think> and <tool_call> of Qwen3, remain tokens in every text.
+    """
+
+    def __init__(self, tokenizer: Any, *, are_allowed: bool = False) -> None:
+        """are_allowed: text of a special token in a message is the token (prompts.control_tokens=allow)."""
+        self._tokenizer = tokenizer
+        special = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.ids = frozenset(special)
+        texts = "|".join(map(re.escape, [_DIVIDER, *([] if are_allowed else special.values())]))
+        self._first_letter = re.compile(f"(?={texts}).", re.DOTALL)
+
+    def as_text(self, value: Any) -> Any:
+        """A copy of a JSON value, in which a divider is within each text of a special token, and of the divider."""
+        if isinstance(value, str):
+            return self._first_letter.sub(lambda letter: letter[0] + _DIVIDER, value)
+        if isinstance(value, Mapping):
+            return {self.as_text(key): self.as_text(inner) for key, inner in value.items()}
+        return [self.as_text(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+    def encode(self, rendered: str) -> list[int]:
+        """Tokens of a rendering, in which the template has written the special tokens."""
+        parts = (self._tokenizer(part, add_special_tokens=False)["input_ids"] for part in rendered.split(_DIVIDER))
+        return [token for ids in parts for token in ids]
+
+
+special_tokens = lru_cache(maxsize=8)(SpecialTokens)
+"""SpecialTokens of a tokenizer, made once."""
+
+
+def encode_prompt(
+    prompt: Prompt, tokenizer: Any, chat_template: bool, system: str = "default", control_tokens: str = "text"
+) -> Int32Array:
     """[P] token ids of a prompt, at least one.
 
     Without a chat template the text is tokenised with the tokenizer's default special tokens. With a chat template
     the text is a message of the user, followed by the beginning of the assistant's answer. `tokenizer` is a tokenizer
-    of transformers; `system` is prompts.system. Raises ConfigError if the tokenizer lacks a chat template or cannot
-    encode the prompt, or if the chat template does not support `system`.
+    of transformers; `system` and `control_tokens` are the keys of prompts. Raises ConfigError if the tokenizer lacks
+    a chat template or cannot encode the prompt, or if the chat template fails or does not support `system`.
     """
     if chat_template:
         require_chat_template(tokenizer)
     try:
-        ids = _token_ids(prompt.text, tokenizer, chat_template, system)
+        ids = _token_ids(prompt.text, tokenizer, chat_template, system, control_tokens)
     except ConfigError:
         raise
+    except TemplateError as error:
+        raise _failing_template(error) from None
     except Exception as error:  # noqa: BLE001  (tokenizers raises bare Exception)
         raise ConfigError(
             f"{prompt.source}: the tokenizer of model.path cannot encode prompt {prompt.text[:60]!r} ({error}). "
@@ -40,13 +82,56 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, chat_template: bool, system: s
     return np.asarray(ids, dtype=np.int32)
 
 
+def prompt_as_text(prompt: Prompt, tokenizer: Any, chat_template: bool, system: str = "default") -> str:
+    """The text of a prompt as the model sees it, with what the chat template adds. Raises as `encode_prompt`."""
+    if not chat_template:
+        return prompt.text
+    require_chat_template(tokenizer)
+    try:
+        return conversation_text(tokenizer, [{"role": "user", "content": prompt.text}], system=system)
+    except TemplateError as error:
+        raise _failing_template(error) from None
+
+
 def require_chat_template(tokenizer: Any) -> None:
-    """Raises ConfigError if the tokenizer has no chat template."""
+    """Raises ConfigError if the tokenizer has no chat template that writes the text of a message."""
     if not tokenizer.chat_template:
         raise ConfigError(
             "model.chat_template=true, but the tokenizer of model.path has no chat template. "
             "Set model.chat_template=false or use a chat model"
         )
+    _wants_parts(tokenizer, repr(tokenizer.chat_template))
+
+
+@lru_cache(maxsize=8)
+def _wants_parts(tokenizer: Any, template: str) -> bool:
+    """Whether a chat template writes the content of a message only if the content is a list of parts.
+
+    template: identifies the chat template, because a tokenizer may get another one. Raises ConfigError if the
+    template fails, or writes the content in neither form.
+    """
+    failure: TemplateError | None = None
+    for is_in_parts in (False, True):
+        try:
+            rendered = _rendered(tokenizer, [{"role": "user", "content": _PROBE}], is_in_parts=is_in_parts)
+            if _PROBE in rendered.casefold():
+                return is_in_parts
+        except (TemplateError, TypeError) as error:
+            failure = failure or (error if isinstance(error, TemplateError) else None)
+    if failure is not None:
+        raise _failing_template(failure)
+    raise ConfigError(
+        "model.chat_template=true, but the chat template of model.path leaves out the text of a message. "
+        "Correct the template, or set model.chat_template=false"
+    )
+
+
+def _failing_template(error: TemplateError) -> ConfigError:
+    reason = " ".join(str(error).split())[:200]
+    return ConfigError(
+        f"model.chat_template=true, but the chat template of model.path fails ({reason}). Correct the template, or "
+        "set model.chat_template=false"
+    )
 
 
 def conversation_text(tokenizer: Any, messages: Messages, tools: Messages = (), system: str = "default") -> str:
@@ -65,19 +150,32 @@ def conversation_text(tokenizer: Any, messages: Messages, tools: Messages = (), 
 
 def render(tokenizer: Any, messages: Messages, tools: Messages = (), *, is_prompt: bool = True) -> str:
     """The messages as text; if is_prompt, the beginning of the assistant's next turn follows."""
+    is_in_parts = _wants_parts(tokenizer, repr(tokenizer.chat_template))
+    return _rendered(tokenizer, messages, tools, is_prompt=is_prompt, is_in_parts=is_in_parts)
+
+
+def _rendered(
+    tokenizer: Any, messages: Messages, tools: Messages = (), *, is_prompt: bool = True, is_in_parts: bool
+) -> str:
+    if is_in_parts:
+        messages = [
+            {**message, "content": [{"type": "text", "text": message["content"]}]}
+            if isinstance(message.get("content"), str) else message
+            for message in messages
+        ]  # fmt: skip
     rendered = tokenizer.apply_chat_template(
         list(messages), tools=list(tools) or None, add_generation_prompt=is_prompt, tokenize=False
     )
     return str(rendered)
 
 
-def _token_ids(text: str, tokenizer: Any, chat_template: bool, system: str) -> list[int]:
+def _token_ids(text: str, tokenizer: Any, chat_template: bool, system: str, control_tokens: str) -> list[int]:
     if not chat_template:
         ids: list[int] = tokenizer(text)["input_ids"]
         return ids
-    rendered = conversation_text(tokenizer, [{"role": "user", "content": text}], system=system)
-    ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]  # the template writes the special tokens
-    return ids
+    special = special_tokens(tokenizer, are_allowed=control_tokens == "allow")
+    messages = special.as_text([{"role": "user", "content": text}])
+    return special.encode(conversation_text(tokenizer, messages, system=system))
 
 
 def _with_system(tokenizer: Any, messages: Messages, tools: Messages, system: str) -> str:

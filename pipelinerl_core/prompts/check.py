@@ -21,6 +21,7 @@ from pipelinerl_core.interfaces import PromptSource
 from pipelinerl_core.models.paths import resolve_model_path
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts import encode_prompt
+from pipelinerl_core.prompts.chat import prompt_as_text
 from pipelinerl_core.prompts.source import build_all
 from pipelinerl_core.prompts.table import TableSource
 
@@ -28,6 +29,8 @@ MAX_MEASURED = 2000
 """Training prompts whose tokens are counted; the first of the run."""
 GENERATED_MEASURED = 100
 """The same for generated prompts, which take up to 10 ms each."""
+_SHOWN = 400
+"""Characters of a prompt that are shown."""
 
 
 def check(config: RunConfig) -> list[str]:
@@ -91,16 +94,39 @@ def _check_part(config: RunConfig, source: PromptSource) -> list[str]:
     is_known_to_fit = isinstance(config.prompts, SumsPrompts) and not config.model.chat_template
     if directory is None or is_known_to_fit or config.environment.path:  # an environment writes its own messages
         return lines
-    return [*lines, lengths_line(config, source, load_tokenizer(directory))]
+    tokenizer = load_tokenizer(directory)
+    return [*lines, lengths_line(config, source, tokenizer), _first_line(config, source, tokenizer)]
+
+
+def _first_line(config: RunConfig, source: PromptSource, tokenizer: Any) -> str:
+    """The first prompt as the model sees it. Raises ConfigError if the chat template does not write its text.
+
+    The second prompt must give another text: a template may write the beginning of a text only.
+    """
+    first, second = source.prompt(0), source.prompt(1)
+    texts = [
+        prompt_as_text(prompt, tokenizer, config.model.chat_template, config.prompts.system)
+        for prompt in (first, second)
+    ]
+    if first.text.strip() not in texts[0] or (texts[0] == texts[1] and first.text != second.text):
+        raise ConfigError(
+            f"model.chat_template=true, but the chat template of model.path changes the text of the prompt "
+            f"{first.text[:60]!r} to {texts[0][:120]!r}. Correct the template, or set model.chat_template=false"
+        )
+    answer = f"; reference answer {str(first.task['answer'])[:60]!r}" if "answer" in first.task else ""
+    return f"the first prompt, as the model sees it: {_shortened(texts[0])!r}{answer}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
 
 
 def lengths_line(config: RunConfig, source: PromptSource, tokenizer: Any) -> str:
     """Median, 95th percentile and largest number of tokens. Raises ConfigError if no prompt can be used."""
     count = min(source.num_training, MAX_MEASURED) if isinstance(source, TableSource) else GENERATED_MEASURED
     prompts = (source.prompt(index) for index in range(count))
-    lengths = [
-        len(encode_prompt(prompt, tokenizer, config.model.chat_template, config.prompts.system)) for prompt in prompts
-    ]
+    settings = config.model.chat_template, config.prompts.system, config.prompts.control_tokens
+    lengths = [len(encode_prompt(prompt, tokenizer, *settings)) for prompt in prompts]
     limit = config.rollouts.max_prompt_tokens
     num_long = sum(length > limit for length in lengths)
     figures = (

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipelinerl_core.errors import EnvironmentFailed, PipelineRLError
-from pipelinerl_core.prompts.chat import Messages, conversation_text, render, require_chat_template
+from pipelinerl_core.prompts.chat import Messages, SpecialTokens, conversation_text, render, require_chat_template
 from pipelinerl_core.prompts.reply import read_reply, split_reasoning
 from pipelinerl_core.types import FinishReason, Int32Array, Message, Reply
 
@@ -19,8 +19,6 @@ _QUESTION, _ANSWER = "Question", "Answer"
 _CALL_ID = "call00000"
 """Some templates require nine letters and digits."""
 _PROBED_TURNS = 4
-_MARK = "\ufdd0\ufdd1"
-"""Divides text that must not become a special token. Unicode reserves both code points for uses like this one."""
 _OPEN_REASONING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 _ADVICE = (
     "Use a model with another chat template, or set model.chat_template=false and write the turns' format yourself"
@@ -34,9 +32,9 @@ class ChatTurns:
     token in a content is the token. system: prompts.system; for conversations without a system message at their
     beginning.
 
-    With a chat template only the template writes special tokens. If the text of a message or a tool looks like a
-    special token ("<|im_end|>"), the text is tokenised as ordinary text, so that no content can end a turn. Added
-    tokens that are not special, such as <think> and <tool_call> of Qwen3, remain tokens.
+    With a chat template only the template writes special tokens, unless prompts.control_tokens=allow. If the text of
+    a message or a tool looks like a special token ("<|im_end|>"), the text is tokenised as ordinary text, so that no
+    content can end a turn (see SpecialTokens).
 
     `following` renders a dummy exchange with and without the new messages; the text that the new messages add is
     the result. The work is linear in the new messages and the tools; the history is not needed. The first call
@@ -46,16 +44,15 @@ class ChatTurns:
     Raises ConfigError if the tokenizer has no chat template or the template does not support `system`.
     """
 
-    def __init__(self, tokenizer: Any, *, chat_template: bool, system: str = "default") -> None:
+    def __init__(
+        self, tokenizer: Any, *, chat_template: bool, system: str = "default", control_tokens: str = "text"
+    ) -> None:
         if chat_template:
             require_chat_template(tokenizer)
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._system = system
-        special = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._special_ids = frozenset(special)
-        texts = "|".join(map(re.escape, [_MARK, *special.values()]))
-        self._first_letter = re.compile(f"(?={texts}).", re.DOTALL)
+        self._special = SpecialTokens(tokenizer, are_allowed=control_tokens == "allow")
         self._writes_tools = False
         self._has_system = system not in ("default", "none")
         self._checked: set[tuple[bool, bool, int]] = set()
@@ -69,8 +66,9 @@ class ChatTurns:
         with _one_line():
             _require_texts(messages)
             if self._chat_template:
-                plain = self._plain(messages)
-                ids = self._encode(conversation_text(self._tokenizer, plain, self._plain_tools(tools), self._system))
+                plain = self._special.as_text(messages)
+                rendered = conversation_text(self._tokenizer, plain, self._plain_tools(tools), self._system)
+                ids = self._special.encode(rendered)
                 self._has_system |= plain[0].get("role") == "system"
             else:
                 ids = self._tokenizer(_contents(messages, tools))["input_ids"]
@@ -91,7 +89,7 @@ class ChatTurns:
             if self._chat_template:
                 plain_tools = self._plain_tools(tools)
                 self._check(plain_tools, _num_results(messages))
-                ids = self._encode(self._bridge(self._plain(messages), plain_tools))
+                ids = self._special.encode(self._bridge(self._special.as_text(messages), plain_tools))
                 if last_token == ids[0]:
                     del ids[0]
             else:
@@ -104,19 +102,10 @@ class ChatTurns:
             text = str(self._tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True))
             return read_reply(text, finish_reason, len(token_ids), begins_in_reasoning=self._begins_in_reasoning)
 
-    def _plain(self, value: Any) -> Any:
-        """A copy of a JSON value, in which a mark divides each text of a special token, and each text of the mark."""
-        if isinstance(value, str):
-            return self._first_letter.sub(lambda letter: letter[0] + _MARK, value)
-        if isinstance(value, Mapping):
-            return {self._plain(key): self._plain(inner) for key, inner in value.items()}
-        return [self._plain(inner) for inner in value] if isinstance(value, list | tuple) else value
-
     def _plain_tools(self, tools: Sequence[Mapping[str, Any]]) -> list[Any]:
         """The tools in OpenAI's form. Raises EnvironmentFailed if the chat template ignores tools."""
-        plain = [
-            self._plain(tool if "function" in tool else {"type": "function", "function": tool}) for tool in tools
-        ]
+        openai = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+        plain: list[Any] = self._special.as_text(openai)
         if plain and not self._writes_tools:
             question = [_user(_QUESTION)]
             if render(self._tokenizer, question, plain) == render(self._tokenizer, question):
@@ -126,17 +115,12 @@ class ChatTurns:
             self._writes_tools = True
         return plain
 
-    def _encode(self, rendered: str) -> list[int]:
-        """Tokens of a rendering, in which the template has written the special tokens."""
-        parts = (self._tokenizer(part, add_special_tokens=False)["input_ids"] for part in rendered.split(_MARK))
-        return [token for ids in parts for token in ids]
-
     @cached_property
     def _end(self) -> str:
         """The special token with which the chat template ends a turn of the model."""
         rendered = render(self._tokenizer, [_user(_QUESTION), _answer_before([])], is_prompt=False)
         _, answer, after = rendered.rpartition(_ANSWER)
-        end = next((token for token in self._encode(after) if token in self._special_ids), None)
+        end = next((token for token in self._special.encode(after) if token in self._special.ids), None)
         if not answer or end is None:
             raise EnvironmentFailed(
                 "the chat template of model.path ends a turn of the model without a special token, so turns cannot "

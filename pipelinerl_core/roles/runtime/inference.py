@@ -67,7 +67,8 @@ def build_codec(config: RunConfig) -> TextCodec:
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_directory(config))
 
     def encode(prompt: Prompt) -> Int32Array:
-        return encode_prompt(prompt, tokenizer, config.model.chat_template, config.prompts.system)
+        prompts = config.prompts
+        return encode_prompt(prompt, tokenizer, config.model.chat_template, prompts.system, prompts.control_tokens)
 
     def decode(token_ids: Int32Array) -> str:
         return str(tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True))
@@ -78,7 +79,10 @@ def build_codec(config: RunConfig) -> TextCodec:
 def build_chat(config: RunConfig) -> ChatTurns:
     """Tokens of conversations, with the model's own tokenizer and chat template."""
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_directory(config))
-    return ChatTurns(tokenizer, chat_template=config.model.chat_template, system=config.prompts.system)
+    return ChatTurns(
+        tokenizer, chat_template=config.model.chat_template, system=config.prompts.system,
+        control_tokens=config.prompts.control_tokens,
+    )  # fmt: skip
 
 
 @asynccontextmanager

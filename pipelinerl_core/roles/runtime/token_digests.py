@@ -40,7 +40,8 @@ def _encoded(text: str, tokenizer: Any, part: RunConfig) -> list[int]:
     """Token ids; empty if the tokenizer cannot encode the text, because small vocabularies lack most characters."""
     prompt = Prompt(prompt_id="", source="", env="", text=text)
     try:
-        ids = encode_prompt(prompt, tokenizer, part.model.chat_template, part.prompts.system)
+        prompts = part.prompts
+        ids = encode_prompt(prompt, tokenizer, part.model.chat_template, prompts.system, prompts.control_tokens)
     except ConfigError:
         return []
     return [int(token_id) for token_id in ids]

@@ -87,7 +87,7 @@ ERRORS = [
     # Advantages, weights, masks.
     (advantages.leave_one_out, "(len(rewards) - 1)", "len(rewards)"),
     (advantages.standardized, "(len(centred) - 1)", "len(centred)"),
-    (advantages.per_turn, "sum(parts[place][:turn])", "sum(parts[place][: turn + 1])"),
+    (advantages.per_turn, "sum(parts[index][:turn])", "sum(parts[index][: turn + 1])"),
     (advantages.per_turn, "else [0.0]", "else returns"),
     (shaping.overlong_penalty, "return -min", "return min"),
     (weighting.loss_weights, "(num_groups * sum(group))", "(num_groups * own_tokens)"),

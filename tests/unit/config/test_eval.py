@@ -51,7 +51,8 @@ def test_the_engine_of_the_evaluations(settings, expected):
 def test_a_set_has_the_prompts_of_the_run_but_for_its_own_keys():
     config = load_config("quickstart", ["eval.sets.long.lengths=[8,20]", "eval.sets.pick.kind=largest_number"])
     assert config.with_set("long").prompts.lengths == (8, 20)
-    assert config.with_set("pick").prompts.model_dump() == {"system": "default", "kind": "largest_number"}
+    expected = {"system": "default", "control_tokens": "text", "kind": "largest_number"}
+    assert config.with_set("pick").prompts.model_dump() == expected
     files = load_config(
         "quickstart",
         [

@@ -1,6 +1,7 @@
 """The check of the prompts before a run starts: counts, lengths, and one line for every mistake."""
 
 import json
+import re
 import string
 
 import pytest
@@ -28,13 +29,55 @@ def lines(tmp_path, path_of_model, lengths, **sections):
 
 
 def test_the_prompts_are_counted_and_measured(tmp_path, model):
-    counted, measured = lines(tmp_path, model, [10] * 50)
+    counted, measured, shown = lines(tmp_path, model, [10] * 50)
     assert counted == "40 different prompts to train on (40 rows), 10 held out (20.0%)"
     assert measured == "tokens of the first 40 prompts: median 10, 95th percentile 10, longest 10"
+    assert re.fullmatch(r"the first prompt, as the model sees it: '\d{3}\.{7}'; reference answer '1'", shown)
+
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+PARTS = CHATML.replace("message['content']", "message['content'][0]['text']")
+
+
+def with_template(model, template):
+    tokenizer = build_tokenizer(string.printable)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(model)
+
+
+@pytest.mark.parametrize("template", [CHATML, PARTS])
+def test_the_first_prompt_is_shown_with_what_the_template_adds(tmp_path, model, template):
+    with_template(model, template)
+    shown = lines(tmp_path, model, [10] * 50, model={"chat_template": True})[-1]
+    assert re.search(r"sees it: '<\|im_start\|>user\\n\d{3}\.{7}<\|im_end\|>\\n<\|im_start\|>assistant\\n'; ", shown)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for message in messages %}{{ '<|end|>' }}{% endfor %}A:", "leaves out the text of a message"),
+        (
+            "{{ messages[0]['content'] | unknown }}",
+            r"the chat template of model.path fails \(No filter named 'unknown'",
+        ),
+        (
+            "{{ messages[0]['content'][:20] }}",
+            r"changes the text of the prompt '.*' to '.{20}'\. Correct the template",
+        ),
+        ("{{ messages[0]['content'] | replace('.', '') }}", "changes the text of the prompt"),
+    ],
+)
+def test_a_template_that_does_not_write_the_prompt_is_one_line(tmp_path, model, template, message):
+    with_template(model, template)
+    with pytest.raises(ConfigError, match=message):
+        lines(tmp_path, model, [30] * 50, model={"chat_template": True})
 
 
 def test_prompts_beyond_the_limit_are_counted_and_the_limit_that_admits_all_is_named(tmp_path, model):
-    measured = lines(tmp_path, model, [10, 90] * 25, rollouts={"max_prompt_tokens": 64})[-1]
+    measured = lines(tmp_path, model, [10, 90] * 25, rollouts={"max_prompt_tokens": 64})[-2]
     num_long = int(measured.partition("longest 90; ")[2].split()[0])
     assert 15 <= num_long <= 25
     assert measured.endswith(

@@ -71,7 +71,7 @@ def test_a_missing_file_is_a_configuration_error(tmp_path):
         (["reward.weights.correct=1"], "reward.function"),
         (["reward.network=true"], "reward.function"),
         (["reward.function=mine.py:score", 'reward.environment=["PIPELINERL_TOKEN"]'], "cannot get"),
-        (["reward.function=mine.py:score", "reward.weights.correct=nan"], "not finite"),
+        (["reward.function=mine.py:score", "reward.weights.correct=nan"], "a finite number"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(overrides, message):
