@@ -12,7 +12,7 @@ from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from safetensors import safe_open
@@ -289,6 +289,12 @@ def _check_in_child(subject: str, module: str, given: Mapping[str, Any], seconds
     return ended.stdout.splitlines()
 
 
+_SQLITE = "sqlite:///"
+_SQLITE_HEADER = b"SQLite format 3\0"
+_LOGINS = {"tracking.mlflow_uri": " and ".join(LOGIN_VARIABLES), "PREFECT_API_URL": "PREFECT_API_AUTH_STRING"}
+"""Setting of a server -> the environment variables of its login."""
+
+
 def check_http(setting: str, url: str, login: tuple[str, str] | None = None) -> None:
     """The server at `url` answers its health page. login: user name and password, unless `url` has them."""
     url, own_login = split_login(url)
@@ -301,6 +307,13 @@ def check_http(setting: str, url: str, login: tuple[str, str] | None = None) -> 
             if answer.status == HTTPStatus.OK:
                 return
         reason = f"answered {answer.status}"
+    except HTTPError as error:
+        if error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            answered = f"{error.code} {error.reason}"
+            raise ConfigError(
+                f"{setting}={redact_text(url)}: the server refuses the request ({answered}). Set {_LOGINS[setting]}"
+            ) from None
+        reason = f"answered {error.code} {error.reason}"
     except (URLError, OSError, ValueError) as error:
         reason = str(getattr(error, "reason", error))
     raise ConfigError(f"{setting}={redact_text(url)}: no answer ({reason}). Start the server or change {setting}")
@@ -315,6 +328,23 @@ def check_mlflow(uri: str) -> None:
         raise ConfigError(
             f"tracking.mlflow_uri={uri}: MLflow 3 no longer writes plain directories. "
             "Set sqlite:////absolute/path/mlflow.db, a server's http URL, or none"
+        )
+    elif uri.startswith(_SQLITE):
+        _check_database(uri, Path(uri.removeprefix(_SQLITE)))
+
+
+def _check_database(uri: str, path: Path) -> None:
+    """A file that exists is a database of SQLite; MLflow creates a file that does not exist."""
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(len(_SQLITE_HEADER))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"tracking.mlflow_uri={uri}: {path} cannot be read: {error.strerror}") from None
+    if beginning and beginning != _SQLITE_HEADER:
+        raise ConfigError(
+            f"tracking.mlflow_uri={uri}: {path} is no SQLite database. Name another file, or remove this file"
         )
 
 

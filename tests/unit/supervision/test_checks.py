@@ -3,8 +3,10 @@
 import json
 import os
 import socket
+import sqlite3
 import time
 from base64 import b64encode
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 from typing import ClassVar
@@ -186,6 +188,45 @@ def test_plain_mlflow_directories_are_refused_and_databases_need_no_server():
         checks.check_mlflow("./mlruns")
     for uri in ("", "none", "sqlite:////tmp/mlflow.db"):
         checks.check_mlflow(uri)
+
+
+def test_a_file_that_is_no_database_is_refused_and_an_empty_file_is_not(tmp_path):
+    path = tmp_path / "mlflow.db"
+    uri = f"sqlite:///{path}"
+    checks.check_mlflow(uri)
+    path.write_bytes(b"")
+    checks.check_mlflow(uri)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("create table runs (name text)")
+    checks.check_mlflow(uri)
+    path.write_text("not a database, but a text")
+    with pytest.raises(ConfigError, match=r"mlflow\.db is no SQLite database\. Name another file"):
+        checks.check_mlflow(uri)
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        checks.check_mlflow(f"sqlite:///{tmp_path}")
+
+
+class Refusing(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(401)
+        self.end_headers()
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("setting", "names"),
+    [
+        ("tracking.mlflow_uri", "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"),
+        ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING"),
+    ],
+)
+def test_a_server_that_refuses_the_login_is_told_apart_from_no_answer(setting, names):
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        Thread(target=server.handle_request, daemon=True).start()
+        with pytest.raises(ConfigError, match=rf"the server refuses the request \(401 Unauthorized\)\. Set {names}"):
+            checks.check_http(setting, f"http://127.0.0.1:{server.server_port}")
 
 
 class Healthy(BaseHTTPRequestHandler):
