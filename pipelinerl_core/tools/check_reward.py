@@ -6,6 +6,7 @@ Exit code 2 and one line on stderr if the function cannot be used; lines on stdo
 
 import asyncio
 import json
+import re
 import sys
 
 from pipelinerl_core.config.run import RunConfig
@@ -43,13 +44,28 @@ async def check(config: RunConfig, prompt: Prompt, code: str | None) -> list[str
     return warnings
 
 
+_HINTS = (
+    (r"can't start new thread", "The function may start no threads, unless reward.network=true"),
+    (
+        r"Permission denied: '|/dev/urandom|SystemError",
+        "Import modules and read files outside of the function, where the file is loaded",
+    ),
+    (r"not permitted: '|usable temporary directory", "The function may write no files; keep the data in memory"),
+    (r"KeyError", "If the function needs a variable, name it in reward.environment"),
+)
+"""(pattern of an error, the change that allows the call)."""
+_REFUSED = "The function may start no processes; programs belong into an environment (environment.kind=command)"
+
+
 def _hint(config: RunConfig, error: RewardError) -> str:
     """The change that allows a call which the isolation has refused; empty for other errors."""
-    if "Permission denied: '" in str(error):  # names a file
-        return ". Import modules and read files outside of the function, where the file is loaded"
-    if "PermissionError" in str(error) and not config.reward.network:
-        return ". If the function needs the network, set reward.network=true"
-    return ". If the function needs a variable, name it in reward.environment" if "KeyError" in str(error) else ""
+    text = str(error)
+    for pattern, hint in _HINTS:
+        if re.search(pattern, text):
+            return f". {hint}"
+    if "Operation not permitted" in text:
+        return f". {_REFUSED}" + ("" if config.reward.network else ". For connections set reward.network=true")
+    return ""
 
 
 def _reason(error: RewardError) -> str:

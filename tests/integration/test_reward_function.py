@@ -135,6 +135,25 @@ def test_a_function_that_reads_a_file_is_told_where_to_read(configured):
     assert warning.endswith("Import modules and read files outside of the function, where the file is loaded")
 
 
+REFUSED = {
+    "import threading\n    thread = threading.Thread(target=print)\n    thread.start()": "may start no threads",
+    "import subprocess\n    subprocess.run(['true'])": "may start no processes",
+    "import urllib.request\n    urllib.request.urlopen('http://127.0.0.1:9/')": "set reward.network=true",
+    "open('/tmp/own.txt', 'w')": "may write no files",
+    "import tempfile\n    tempfile.TemporaryFile()": "may write no files",
+    "import torch": "Import modules",
+    "import os\n    os.environ['NOWHERE']": "name it in reward.environment",
+}
+
+
+@pytest.mark.skipif(bool(isolation.missing()), reason=f"this host has no {' and no '.join(isolation.missing())}")
+@pytest.mark.parametrize("code", REFUSED)
+def test_a_call_that_the_isolation_refuses_is_told_what_to_do(configured, tmp_path, code):
+    (tmp_path / "refused.py").write_text(f"def score(text):\n    {code}\n    return 1.0\n")
+    warning, _ = check_reward(configured("refused.py:score"))
+    assert REFUSED[code] in warning.partition("are not trained")[2]
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
