@@ -21,6 +21,8 @@ from pipelinerl_core.types import Prompt
 
 DEFAULT_ANSWER_COLUMN = FilePrompts.model_fields["answer_column"].default
 _MISSING = object()
+_MANY_ROWS = 10
+"""With fewer rows, equal answers may be chance."""
 
 
 class Rows:
@@ -45,9 +47,13 @@ class Rows:
         self.texts: list[str] = [] if section.template else self.questions
         """For each row, the hash of the text shown to the model."""
         self.num_empty_answers = 0
+        self._first_answers: set[str | None] = set()
+        """Up to two different answers."""
         for row, record in enumerate(records):
             columns = self._columns(row, record)
             text = self._filled(columns)
+            if not text:
+                raise ConfigError(f"row {row} of {records.origin} has an empty prompt. Remove such rows")
             self.ids.append(prompt_id(name, text))
             names = [column for _, column in self._template if column is not None]
             self.questions.append(
@@ -55,7 +61,10 @@ class Rows:
             )
             if section.template:
                 self.texts.append(text_hash(text))
-            self.num_empty_answers += self._answer(row, record) == ""
+            answer = self._answer(row, record)
+            self.num_empty_answers += answer == ""
+            if len(self._first_answers) < 2:
+                self._first_answers.add(answer)
 
     def first_rows(self) -> dict[str, int]:
         """Prompt id -> first row with this prompt, in the order of the table."""
@@ -102,9 +111,14 @@ class Rows:
         ]
 
     def notes(self) -> list[str]:
-        """Lines of text: what the format of the file has lost, and empty answers."""
-        empty = f"{self.num_empty_answers:,} rows have an empty answer: an empty reply would be right"
-        return [*self._records.notes, *([empty] if self.num_empty_answers else [])]
+        """Lines of text: what the format of the file has lost, and answers that a reply may give unread."""
+        lines = [*self._records.notes]
+        if self.num_empty_answers:
+            lines.append(f"{self.num_empty_answers:,} rows have an empty answer: an empty reply would be right")
+        elif len(self.ids) >= _MANY_ROWS and len(self._first_answers) == 1 and None not in self._first_answers:
+            (answer,) = self._first_answers
+            lines.append(f"all {len(self.ids):,} rows have the answer {str(answer)[:40]!r}: it needs no prompt")
+        return lines
 
     def _columns(self, row: int, record: Record) -> list[str]:
         """The text of each column that the prompt is made of."""

@@ -20,7 +20,7 @@ def model(tmp_path):
 
 def lines(tmp_path, path_of_model, lengths, **sections):
     path = tmp_path / "rows.jsonl"
-    rows = ({"prompt": f"{number:03}".ljust(length, "."), "answer": 1} for number, length in enumerate(lengths))
+    rows = ({"prompt": f"{number:03}".ljust(length, "."), "answer": number} for number, length in enumerate(lengths))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = {"model": {"path": str(path_of_model)}, "prompts": {"kind": "file", "path": str(path)}}
     return check(
@@ -32,7 +32,7 @@ def test_the_prompts_are_counted_and_measured(tmp_path, model):
     counted, measured, shown = lines(tmp_path, model, [10] * 50)
     assert counted == "40 different prompts to train on (40 rows), 10 held out (20.0%)"
     assert measured == "tokens of the first 40 prompts: median 10, 95th percentile 10, longest 10"
-    assert re.fullmatch(r"the first prompt, as the model sees it: '\d{3}\.{7}'; reference answer '1'", shown)
+    assert re.fullmatch(r"the first prompt, as the model sees it: '\d{3}\.{7}'; reference answer '\d+'", shown)
 
 
 CHATML = (
@@ -83,6 +83,18 @@ def test_prompts_beyond_the_limit_are_counted_and_the_limit_that_admits_all_is_n
     assert measured.endswith(
         "max_prompt_tokens=64, fail and are not trained on. rollouts.max_prompt_tokens=90 admits all"
     )
+
+
+def test_equal_answers_and_an_empty_prompt_are_told(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"{number}?", "answer": "5"} for number in range(20)]
+    values = {"model": {"path": "none"}, "prompts": {"kind": "file", "path": str(path)}}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert check(build_config(values))[-1] == "all 20 rows have the answer '5': it needs no prompt"
+    rows[7]["prompt"] = ""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match=r"row 7 of prompts\.path=.* has an empty prompt\. Remove such rows"):
+        check(build_config(values))
 
 
 def test_without_the_model_only_the_rows_are_counted(tmp_path):
