@@ -30,6 +30,10 @@ def say(text: str) -> None:
 def answer(document: Any, lines: list[str], *, as_json: bool) -> None:
     """Write the result of a command to stdout: `document` as JSON, or `lines`."""
     text = json.dumps(document, indent=2) if as_json else "\n".join(lines)
+    if sys.stdout is None:
+        raise PipelineRLError("the result cannot be written: the standard output is closed")
+    encoding = sys.stdout.encoding or "utf-8"
+    text = text.encode(encoding, "backslashreplace").decode(encoding)
     try:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 import codecs
 import difflib
+import math
 import tomllib
 import typing
 from importlib import resources
@@ -90,11 +91,22 @@ def _resumable_text() -> str:
 def validate(values: typing.Mapping[str, Any]) -> RunConfig:
     """The configuration of a nested mapping, in which keys may be `auto`; raises ConfigError with one line."""
     values = dict(values)
+    _refuse_not_finite(values)
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         details = [detail for detail in error.errors() if detail["loc"][-1:] != (_AUTO,)]
         raise ConfigError("; ".join(_explain(detail, values) for detail in details)) from None
+
+
+def _refuse_not_finite(values: typing.Mapping[str, Any], prefix: str = "") -> None:
+    """Raise ConfigError for a number that is not finite, also among options of a user's code: JSON has none."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _refuse_not_finite(value, f"{prefix}{name}.")
+        numbers = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+            raise ConfigError(f"{_printable(prefix + name)}={value}: input should be a finite number")
 
 
 def _read(source: str) -> dict[str, Any]:
@@ -147,31 +159,45 @@ def _apply(values: dict[str, Any], override: str) -> None:
     if not separator or not key:
         raise ConfigError(f"{override}: not an override. Write section.key=value, for example trainer.steps=20")
     value = _toml_value(text)
-    types = _types(key)
-    if types <= {str, NoneType} and types and not isinstance(value, str):
+    annotation = _annotation(key)
+    types = _plain_types(annotation)
+    if types and types <= {str, NoneType} and not isinstance(value, str):
         value = text
-    elif types & {tuple, list} and not isinstance(value, list):
-        value = [_toml_value(part.strip()) for part in text.split(",")] if text else []
+    elif types == {tuple} and not isinstance(value, list) and not text.startswith("["):
+        value = _entries(text, is_text=str in typing.get_args(annotation))
     set_value(values, key, value)
 
 
 def _toml_value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # TOMLDecodeError, or an integer of thousands of digits
         return text
 
 
-def _types(key: str) -> set[Any]:
-    """The types that a key accepts, without their arguments; empty for an unknown key."""
+def _entries(text: str, *, is_text: bool) -> Any:
+    """The entries of a list that is written without brackets: `A,B` as texts, `2,3` and `"A","B"` as in TOML."""
+    if is_text and '"' not in text and "'" not in text:
+        return [part.strip() for part in text.split(",")] if text else []
+    return _toml_value(f"[{text}]")
+
+
+def _annotation(key: str) -> Any:
+    """The type of a key; None for an unknown key. Keys of parts of a mixture and of eval.sets are those of a run."""
     section, _, name = key.partition(".")
     if section == "mixture":
-        name = f"<name>.{name.partition('.')[2]}"
-    field = dict(fields()).get(f"{section}.{name}" if name else section)
-    return set() if field is None else _plain_types(field.annotation)
+        _, _, name = name.partition(".")
+        key = name if "." in name else f"mixture.<name>.{name}"
+    elif key.startswith("eval.sets.") and name.count(".") >= 2:  # eval.sets.<name>.<key of prompts>
+        key = f"prompts.{name.split('.', 2)[2]}"
+    field = dict(fields()).get(key)
+    return None if field is None else field.annotation
 
 
 def _plain_types(annotation: Any) -> set[Any]:
+    """The types that an annotation accepts, without their arguments."""
+    if annotation is None:
+        return set()
     origin = typing.get_origin(annotation)
     if origin is typing.Annotated:
         return _plain_types(typing.get_args(annotation)[0])

@@ -1,7 +1,8 @@
 """Encodes a prompt as the input tokens of the model; renders conversations with the chat template."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import takewhile
 from typing import Any
@@ -25,7 +26,8 @@ _DIVIDER = "\ufdd0\ufdd1"
 class SpecialTokens:
     """Keeps text of messages that looks like a special token ("<|im_end|>") apart from the tokens of a chat template.
 
-    Added tokens that are not special, such as <think> and <tool_call> of Qwen3, remain tokens in every text.
+    Added tokens that are not special, such as <think> and <tool_call> of Qwen3, remain tokens in every text. Some
+    tokenizers (Metaspace with prepend_scheme first or always) put a space where such a text was divided.
     """
 
     def __init__(self, tokenizer: Any, *, are_allowed: bool = False) -> None:
@@ -33,8 +35,9 @@ class SpecialTokens:
         self._tokenizer = tokenizer
         special = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.ids = frozenset(special)
-        texts = "|".join(map(re.escape, [_DIVIDER, *([] if are_allowed else special.values())]))
-        self._first_letter = re.compile(f"(?={texts}).", re.DOTALL)
+        texts = [_DIVIDER, *([] if are_allowed else special.values())]
+        beginnings = "".join(sorted({re.escape(text[0]) for text in texts}))  # most characters need no comparison
+        self._first_letter = re.compile(f"(?=[{beginnings}])(?={'|'.join(map(re.escape, texts))}).", re.DOTALL)
 
     def as_text(self, value: Any) -> Any:
         """A copy of a JSON value, in which a divider is within each text of a special token, and of the divider."""
@@ -64,19 +67,8 @@ def encode_prompt(
     of transformers; `system` and `control_tokens` are the keys of prompts. Raises ConfigError if the tokenizer lacks
     a chat template or cannot encode the prompt, or if the chat template fails or does not support `system`.
     """
-    if chat_template:
-        require_chat_template(tokenizer)
-    try:
+    with _one_line(prompt):
         ids = _token_ids(prompt.text, tokenizer, chat_template, system, control_tokens)
-    except ConfigError:
-        raise
-    except TemplateError as error:
-        raise _failing_template(error) from None
-    except Exception as error:  # noqa: BLE001  (tokenizers raises bare Exception)
-        raise ConfigError(
-            f"{prompt.source}: the tokenizer of model.path cannot encode prompt {prompt.text[:60]!r} ({error}). "
-            "Choose prompts that the tokenizer can encode, or another model"
-        ) from None
     if not ids:
         raise ConfigError(f"{prompt.source}: prompt {prompt.prompt_id} has no tokens. Remove empty prompts")
     return np.asarray(ids, dtype=np.int32)
@@ -86,11 +78,29 @@ def prompt_as_text(prompt: Prompt, tokenizer: Any, chat_template: bool, system: 
     """The text of a prompt as the model sees it, with what the chat template adds. Raises as `encode_prompt`."""
     if not chat_template:
         return prompt.text
-    require_chat_template(tokenizer)
-    try:
+    with _one_line(prompt):
+        require_chat_template(tokenizer)
         return conversation_text(tokenizer, [{"role": "user", "content": prompt.text}], system=system)
+
+
+@contextmanager
+def _one_line(prompt: Prompt) -> Iterator[None]:
+    """Raises the errors of templates and tokenizers as ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
     except TemplateError as error:
-        raise _failing_template(error) from None
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"model.chat_template=true, but the chat template of model.path fails ({reason}). Correct the template, "
+            "or set model.chat_template=false"
+        ) from None
+    except Exception as error:  # noqa: BLE001  (templates raise any error, tokenizers bare Exception)
+        raise ConfigError(
+            f"{prompt.source}: the tokenizer of model.path cannot encode prompt {prompt.text[:60]!r} ({error}). "
+            "Choose prompts that the tokenizer can encode, or another model"
+        ) from None
 
 
 def require_chat_template(tokenizer: Any) -> None:
@@ -100,38 +110,43 @@ def require_chat_template(tokenizer: Any) -> None:
             "model.chat_template=true, but the tokenizer of model.path has no chat template. "
             "Set model.chat_template=false or use a chat model"
         )
-    _wants_parts(tokenizer, repr(tokenizer.chat_template))
+    _wants_parts(tokenizer, repr(tokenizer.chat_template), "user")
 
 
-@lru_cache(maxsize=8)
-def _wants_parts(tokenizer: Any, template: str) -> bool:
-    """Whether a chat template writes the content of a message only if the content is a list of parts.
+@lru_cache(maxsize=32)
+def _wants_parts(tokenizer: Any, template: str, role: str) -> bool:
+    """Whether a chat template writes the content of a role's messages only if the content is a list of parts.
 
-    template: identifies the chat template, because a tokenizer may get another one. Raises ConfigError if the
-    template fails, or writes the content in neither form.
+    template: identifies the chat template, because a tokenizer may get another one. False if the template fails in
+    both forms: what it needs besides, for example a system message, is unknown here. Raises ConfigError if the
+    template leaves out the content in both forms.
     """
-    failure: TemplateError | None = None
+    has_failed = False
     for is_in_parts in (False, True):
+        messages = [{"role": role, "content": _in_parts(_PROBE) if is_in_parts else _PROBE}]
+        if role != "user":
+            question = {
+                "role": "user",
+                "content": _in_parts("0") if _wants_parts(tokenizer, template, "user") else "0",
+            }
+            messages = [*messages, question] if role == "system" else [question, *messages]
         try:
-            rendered = _rendered(tokenizer, [{"role": "user", "content": _PROBE}], is_in_parts=is_in_parts)
-            if _PROBE in rendered.casefold():
-                return is_in_parts
-        except (TemplateError, TypeError) as error:
-            failure = failure or (error if isinstance(error, TemplateError) else None)
-    if failure is not None:
-        raise _failing_template(failure)
+            rendered = _apply(tokenizer, messages)
+        except Exception:  # noqa: BLE001  (a template may raise any error)
+            has_failed = True
+            continue
+        if _PROBE in rendered.casefold() and f"'{_PROBE}'" not in rendered:  # not the parts as Python writes them
+            return is_in_parts
+    if has_failed or role != "user":
+        return False
     raise ConfigError(
         "model.chat_template=true, but the chat template of model.path leaves out the text of a message. "
         "Correct the template, or set model.chat_template=false"
     )
 
 
-def _failing_template(error: TemplateError) -> ConfigError:
-    reason = " ".join(str(error).split())[:200]
-    return ConfigError(
-        f"model.chat_template=true, but the chat template of model.path fails ({reason}). Correct the template, or "
-        "set model.chat_template=false"
-    )
+def _in_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def conversation_text(tokenizer: Any, messages: Messages, tools: Messages = (), system: str = "default") -> str:
@@ -150,19 +165,18 @@ def conversation_text(tokenizer: Any, messages: Messages, tools: Messages = (), 
 
 def render(tokenizer: Any, messages: Messages, tools: Messages = (), *, is_prompt: bool = True) -> str:
     """The messages as text; if is_prompt, the beginning of the assistant's next turn follows."""
-    is_in_parts = _wants_parts(tokenizer, repr(tokenizer.chat_template))
-    return _rendered(tokenizer, messages, tools, is_prompt=is_prompt, is_in_parts=is_in_parts)
-
-
-def _rendered(
-    tokenizer: Any, messages: Messages, tools: Messages = (), *, is_prompt: bool = True, is_in_parts: bool
-) -> str:
-    if is_in_parts:
+    template = repr(tokenizer.chat_template)
+    if _wants_parts(tokenizer, template, "user"):
         messages = [
-            {**message, "content": [{"type": "text", "text": message["content"]}]}
-            if isinstance(message.get("content"), str) else message
+            {**message, "content": _in_parts(message["content"])}
+            if isinstance(message.get("content"), str) and _wants_parts(tokenizer, template, str(message["role"]))
+            else message
             for message in messages
-        ]  # fmt: skip
+        ]
+    return _apply(tokenizer, messages, tools, is_prompt=is_prompt)
+
+
+def _apply(tokenizer: Any, messages: Messages, tools: Messages = (), *, is_prompt: bool = True) -> str:
     rendered = tokenizer.apply_chat_template(
         list(messages), tools=list(tools) or None, add_generation_prompt=is_prompt, tokenize=False
     )
@@ -173,9 +187,10 @@ def _token_ids(text: str, tokenizer: Any, chat_template: bool, system: str, cont
     if not chat_template:
         ids: list[int] = tokenizer(text)["input_ids"]
         return ids
+    require_chat_template(tokenizer)
     special = special_tokens(tokenizer, are_allowed=control_tokens == "allow")
     messages = special.as_text([{"role": "user", "content": text}])
-    return special.encode(conversation_text(tokenizer, messages, system=system))
+    return special.encode(conversation_text(tokenizer, messages, system=special.as_text(system)))
 
 
 def _with_system(tokenizer: Any, messages: Messages, tools: Messages, system: str) -> str:

@@ -51,8 +51,8 @@ class ChatTurns:
             require_chat_template(tokenizer)
         self._tokenizer = tokenizer
         self._chat_template = chat_template
-        self._system = system
         self._special = SpecialTokens(tokenizer, are_allowed=control_tokens == "allow")
+        self._system = self._special.as_text(system)
         self._writes_tools = False
         self._has_system = system not in ("default", "none")
         self._checked: set[tuple[bool, bool, int]] = set()

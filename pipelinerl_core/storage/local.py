@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, TypeVar
 
-from pipelinerl_core.errors import MissingObject, StoreError
+from pipelinerl_core.errors import ConfigError, MissingObject, StoreError
 from pipelinerl_core.storage.failures import RETRY_SECONDS, repeated
 from pipelinerl_core.storage.keys import HIDDEN_PREFIX, TEMPORARY_PREFIX, check_key, check_prefix, join_key
 
@@ -27,8 +27,6 @@ class FileStore:
     """Objects as files below a directory. A reader sees a whole object or none, also after a crash in a write."""
 
     def __init__(self, root: Path, *, retry_seconds: float = RETRY_SECONDS) -> None:
-        if os.path.isfile(root):
-            raise StoreError(f"{root} is a file, not a directory")
         self.url = f"file://{root}"
         self._root = root
         self._retry_seconds = retry_seconds
@@ -86,6 +84,9 @@ class FileStore:
         try:
             return self._call("list", "", names)
         except MissingObject:
+            above = next(path for path in (self._root, *self._root.parents) if os.path.lexists(path))
+            if not above.is_dir():
+                raise ConfigError(f"{above} is a file, not a directory") from None
             return []
 
     def list(self, prefix: str) -> list[str]:

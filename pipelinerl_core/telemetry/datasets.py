@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pipelinerl_core import __version__
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.prompts import PromptsSection
 
 _DIGEST_CHARS = 8
 _CHUNK_BYTES = 1 << 20
@@ -45,7 +46,8 @@ def run_datasets(config: RunConfig) -> list[DatasetNote]:
 
 
 def _datasets(config: RunConfig) -> list[DatasetNote]:
-    prompts = config.prompts.model_dump(mode="json", exclude={"system"})  # the same problems with another message
+    rendering = set(PromptsSection.model_fields)  # the same problems, written otherwise
+    prompts = config.prompts.model_dump(mode="json", exclude=rendering)
     prompts = {key: value for key, value in prompts.items() if value != {}}  # options of reasoning-gym, if any
     kind = config.prompts.kind
     path = str(prompts.get("path", ""))

@@ -14,7 +14,7 @@ class Disk:
         self.objects: dict[str, bytes] = {}
         self.fails_until = 0.0
         self.fails: set[str] = set()
-        """Kinds of requests that fail until then, half of them after they had their effect."""
+        """Kinds of requests that fail until then, before or after they had their effect."""
         self.fail_share = 1.0
         """Share of these requests that fail."""
         self.slow_until = 0.0

@@ -61,15 +61,36 @@ def test_overrides_win_over_the_preset_and_keep_their_types():
         ("prompts.lengths=2, 3", (2, 3)),
         ("prompts.lengths=4", (4,)),
         ("prompts.lengths=[2, 3]", (2, 3)),
+        ("environment.command=sleep,5", ("sleep", "5")),
+        ("environment.command=sleep", ("sleep",)),
+        ('environment.command="a,b"', ("a,b",)),
+        ('environment.command="python","-c","print(1,2)"', ("python", "-c", "print(1,2)")),
     ],
 )
 def test_an_override_takes_the_type_of_its_key(override, value):
     section, name = override.partition("=")[0].split(".")
-    assert getattr(getattr(load_config("quickstart", [override]), section), name) == value
+    kind = ["environment.kind=command"] if section == "environment" else []
+    assert getattr(getattr(load_config("quickstart", [*kind, override]), section), name) == value
+
+
+def test_keys_of_parts_and_sets_have_the_types_of_the_keys_of_a_run():
+    config = load_config("quickstart", ["eval.sets.long.lengths=8,20", "mixture.a.prompts.lengths=2",
+                                        "mixture.a.weight=2", "mixture.b.prompts.lengths=3,4"])  # fmt: skip
+    assert config.with_set("long").prompts.lengths == (8, 20)
+    assert [config.with_part(name).prompts.lengths for name in "ab"] == [(2,), (3, 4)]
+
+
+@pytest.mark.parametrize(
+    "override", ["environment.command=[sleep,5]", "prompts.lengths=[2, x]", "prompts.lengths=2;3"]
+)
+def test_a_list_with_a_mistake_is_refused(override):
+    with pytest.raises(ConfigError, match="valid tuple"):
+        load_config("quickstart", [*(["environment.kind=command"] if "command" in override else []), override])
 
 
 @pytest.mark.parametrize("override", ["seed=-1", "seed=99999999999999999999", "learner.lr=inf", "learner.lr=nan",
-                                      "rollouts.temperature=inf"])  # fmt: skip
+                                      "rollouts.temperature=inf", "environment.options.limit=inf",
+                                      "environment.options.limits=[1.0, nan]"])  # fmt: skip
 def test_a_number_that_some_library_refuses_later_is_refused_at_once(override):
     with pytest.raises(ConfigError) as refused:
         load_config("quickstart", [override])

@@ -72,6 +72,35 @@ DROPS = "{% for message in messages if message['role'] != 'system' %}{{ message[
 CHATML_USER = "<|im_start|>user\nHi there<|im_end|>\n<|im_start|>assistant\n"
 
 
+USER_PARTS = (  # the content of a user is in parts, that of the system is a text
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'user' %}{% for part in message['content'] %}{{ part['text'] }}{% endfor %}"
+    "{% else %}{{ message['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+)
+NEEDS_SYSTEM = (
+    "{% if messages[0]['role'] != 'system' %}{{ raise_exception('a system message is required') }}{% endif %}"
+)
+
+
+def test_a_template_may_want_parts_for_one_role_only():
+    assert (
+        rendered(USER_PARTS, "Count.")
+        == "<|im_start|>system\nCount.<|im_end|>\n<|im_start|>user\nHi there<|im_end|>\n"
+    )
+
+
+def test_a_template_may_require_a_system_message():
+    assert rendered(NEEDS_SYSTEM + CHATML_TURNS, "Count.") == "<|im_start|>system\nCount.<|im_end|>\n" + CHATML_USER
+    with pytest.raises(ConfigError, match=r"fails .a system message is required"):
+        rendered(NEEDS_SYSTEM + CHATML_TURNS, "default")
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages[0]['content'] + 1 }}", {"rag": CHATML_TURNS}])
+def test_any_error_of_a_template_is_one_line(template):
+    with pytest.raises(ConfigError, match="cannot encode prompt 'Hi there'"):
+        rendered(template, "default")
+
+
 def rendered(template, system, bos="<s>"):
     tokenizer = build_tokenizer(string.printable)
     tokenizer.chat_template, tokenizer.bos_token = template, bos

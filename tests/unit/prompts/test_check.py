@@ -85,6 +85,12 @@ def test_prompts_beyond_the_limit_are_counted_and_the_limit_that_admits_all_is_n
     )
 
 
+def test_a_template_that_trims_is_not_said_to_change_the_text(tmp_path, model):
+    with_template(model, "{{ messages[0]['content'] | trim }}:")
+    shown = lines(tmp_path, model, [1] * 50, model={"chat_template": True}, prompts={"template": "  {prompt} "})[-1]
+    assert re.search(r"sees it: '\d{3}:'", shown)
+
+
 def test_equal_answers_and_an_empty_prompt_are_told(tmp_path):
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"{number}?", "answer": "5"} for number in range(20)]
