@@ -35,7 +35,7 @@ class SpecialTokens:
         self._tokenizer = tokenizer
         special = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.ids = frozenset(special)
-        texts = [_DIVIDER, *([] if are_allowed else special.values())]
+        texts = [_DIVIDER, *([] if are_allowed else filter(None, special.values()))]
         beginnings = "".join(sorted({re.escape(text[0]) for text in texts}))  # most characters need no comparison
         self._first_letter = re.compile(f"(?=[{beginnings}])(?={'|'.join(map(re.escape, texts))}).", re.DOTALL)
 

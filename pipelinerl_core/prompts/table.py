@@ -117,7 +117,9 @@ class Rows:
             lines.append(f"{self.num_empty_answers:,} rows have an empty answer: an empty reply would be right")
         elif len(self.ids) >= _MANY_ROWS and len(self._first_answers) == 1 and None not in self._first_answers:
             (answer,) = self._first_answers
-            lines.append(f"all {len(self.ids):,} rows have the answer {str(answer)[:40]!r}: it needs no prompt")
+            lines.append(
+                f"all {len(self.ids):,} rows have the answer {str(answer)[:40]!r}: the same reply is always right"
+            )
         return lines
 
     def _columns(self, row: int, record: Record) -> list[str]:

@@ -86,7 +86,7 @@ class FileStore:
         except MissingObject:
             above = next(path for path in (self._root, *self._root.parents) if os.path.lexists(path))
             if not above.is_dir():
-                raise ConfigError(f"{above} is a file, not a directory") from None
+                raise ConfigError(f"{above} is no directory") from None
             return []
 
     def list(self, prefix: str) -> list[str]:

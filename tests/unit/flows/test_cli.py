@@ -53,7 +53,7 @@ def test_a_root_that_is_a_file_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     ended = pipelinerl("runs", "--root", str(tmp_path / "file"))
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert "file is a file, not a directory" in ended.stderr
+    assert "file is no directory" in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
 
 

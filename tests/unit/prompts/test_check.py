@@ -96,7 +96,7 @@ def test_equal_answers_and_an_empty_prompt_are_told(tmp_path):
     rows = [{"prompt": f"{number}?", "answer": "5"} for number in range(20)]
     values = {"model": {"path": "none"}, "prompts": {"kind": "file", "path": str(path)}}
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert check(build_config(values))[-1] == "all 20 rows have the answer '5': it needs no prompt"
+    assert check(build_config(values))[-1] == "all 20 rows have the answer '5': the same reply is always right"
     rows[7]["prompt"] = ""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ConfigError, match=r"row 7 of prompts\.path=.* has an empty prompt\. Remove such rows"):
