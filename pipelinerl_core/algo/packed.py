@@ -65,6 +65,12 @@ def layout_of(lengths: Sequence[int]) -> PackLayout:
     )
 
 
+def window_mask(length: int, window: int | None, device: torch.device) -> Tensor:
+    """[L, L] bool: whether a query sees a key, in causal attention to the `window` newest tokens."""
+    is_seen_LL = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return is_seen_LL if window is None else is_seen_LL.triu(1 - window)
+
+
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on a device. A copy from the CPU to a GPU uses pinned memory, so that the CPU does not wait."""
     if device.type == "cuda" and tensor.device.type == "cpu":

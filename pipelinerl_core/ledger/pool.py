@@ -190,7 +190,7 @@ class GroupPool:
     def drop_stale(self, step: int) -> None:
         """Decide the ready groups that are stale at a step; each group is checked once per step."""
         rules = self._config.schedule
-        for summary in self.ready.take_stale(
+        for summary in self.ready.find_stale(
             step, lambda g: deadline(g, step, max_lag=rules.max_lag, stale=rules.stale)
         ):
             self.decide(summary, Fate.DROPPED_STALE)

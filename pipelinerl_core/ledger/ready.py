@@ -76,7 +76,7 @@ class ReadyGroups:
         departed, self._departed = self._departed, set()
         return departed
 
-    def take_stale(self, step: int, deadline: Callable[[GroupSummary], int | None]) -> list[GroupSummary]:
+    def find_stale(self, step: int, deadline: Callable[[GroupSummary], int | None]) -> list[GroupSummary]:
         """Compute the deadline of each group that is not checked for a step; returns the stale groups.
 
         deadline: `ledger.order.deadline` of a group at the step; None if the group is stale. The caller must remove
@@ -96,6 +96,6 @@ class ReadyGroups:
         return stale
 
     def first(self, num: int, priority: Callable[[int, int], tuple[int, int]]) -> list[int]:
-        """The `num` groups, or fewer, with the smallest priority(deadline, group_id); call `take_stale` first."""
+        """The `num` groups, or fewer, with the smallest priority(deadline, group_id); call `find_stale` first."""
         keys = [(priority(deadline, group_id), group_id) for group_id, deadline in self._deadlines.items()]
         return [group_id for _, group_id in heapq.nsmallest(num, keys)]

@@ -103,7 +103,7 @@ def _tiny_recipe(of: str) -> TinyModel:
             "that this host can reach. Copy the file into a directory and set model.path to the directory, or set "
             f"model.path to a model of the same architecture that is known without a download: {_known_families()}"
         )
-    if "hidden_size" not in entries or (shape := shape_of(entries)) is None:
+    if "text_config" in entries or (shape := shape_of(entries)) is None:
         raise ConfigError(
             f"model.path={of}: its config.json has not the sizes of a text decoder (hidden_size, "
             "num_attention_heads, ...), so --tiny cannot shrink the model. Set model.path to a decoder"

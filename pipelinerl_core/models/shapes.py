@@ -86,21 +86,36 @@ class ModelShape:
         return 2 * 2 * self.layers * self.groups * self.head_dim
 
 
+OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "hidden_size": ("n_embd", "d_model"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
+    "max_position_embeddings": ("n_positions",),
+})  # fmt: skip
+"""Entry of config.json -> what GPT-2, OPT, Bloom, Falcon and others call it."""
+
+
+def name_in(config: Mapping[str, Any], entry: str) -> str:
+    """The name under which a config.json has an entry; `entry` itself if it has none."""
+    return next((name for name in (entry, *OTHER_NAMES[entry]) if config.get(name) is not None), entry)
+
+
 def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
     """The shape in a config.json; None if entries of a decoder are missing."""
     text = config.get("text_config", config)  # models with images keep the decoder's entries there
     try:
-        heads = int(text["num_attention_heads"])
+        heads, hidden = (int(text[name_in(text, name)]) for name in ("num_attention_heads", "hidden_size"))
         experts = int(text.get("num_experts") or text.get("num_local_experts") or 1)
         inner = int(text["moe_intermediate_size"] if experts > 1 and text.get("moe_intermediate_size") else
-                    text["intermediate_size"])  # fmt: skip
+                    text.get(name_in(text, "intermediate_size")) or 4 * hidden)  # fmt: skip
         return ModelShape(
-            hidden=int(text["hidden_size"]),
+            hidden=hidden,
             inner=inner,
-            layers=int(text["num_hidden_layers"]),
+            layers=int(text[name_in(text, "num_hidden_layers")]),
             heads=heads,
             groups=int(text.get("num_key_value_heads") or heads),
-            head_dim=int(text.get("head_dim") or int(text["hidden_size"]) // heads),
+            head_dim=int(text.get("head_dim") or hidden // heads),
             vocabulary=int(text["vocab_size"]),
             is_tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
             experts=experts,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pipelinerl_core.models.shapes import shape_of
+from pipelinerl_core.models.shapes import name_in, shape_of
 
 SMALL_VOCABULARY = 4096
 """A tokenizer with at most this many tokens is used as it is."""
@@ -13,13 +13,14 @@ _HEAD_DIM = 32
 """The smallest that vLLM supports on a CPU."""
 _NUM_LAYERS = 2
 _MAX_GROUPS = 2
+_INNER = 128
 _SIZES = {
-    "intermediate_size": 128,
     "moe_intermediate_size": 32,
     "num_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "max_window_layers": _NUM_LAYERS,
+    "rotary_dim": 16,
 }
 """Entries of config.json, which are set if the model has them."""
 _LEFT_OUT = ("quantization_config", "torch_dtype", "dtype", "_name_or_path", "transformers_version")
@@ -33,22 +34,27 @@ def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
     groups = min(_MAX_GROUPS, shape.groups)
     heads = groups * max(1, shape.heads // shape.groups)
     kept = {name: value for name, value in config.items() if name not in _LEFT_OUT}
-    per_layer = {  # the first and the last, which may be of two kinds
-        name: [value[0], value[-1]]
+    first, other = 0, shape.layers - 1
+    if kinds := kept.get("layer_types"):  # layers of two kinds, if the model has two
+        other = next((number for number, kind in enumerate(kinds) if kind != kinds[first]), other)
+    per_layer = {
+        name: [value[first], value[other]]
         for name, value in kept.items()
         if isinstance(value, list) and len(value) == shape.layers > 1
     }
     sizes = {name: size for name, size in _SIZES.items() if kept.get(name)}
-    if context := kept.get("max_position_embeddings"):
-        sizes["max_position_embeddings"] = BYTES_PER_TOKEN * context
-    head_dim = {"head_dim": _HEAD_DIM} if kept.get("head_dim") else {}
+    positions = name_in(kept, "max_position_embeddings")
+    if context := kept.get(positions):
+        sizes[positions] = BYTES_PER_TOKEN * context
+    head_dim = {"head_dim": _HEAD_DIM} if kept.get("head_dim") and "qk_rope_head_dim" not in kept else {}
     return {
         **kept,
         **per_layer,
         **sizes,
         **head_dim,
-        "hidden_size": heads * _HEAD_DIM,
-        "num_hidden_layers": _NUM_LAYERS,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
+        **({"num_key_value_heads": groups} if "num_key_value_heads" in kept else {}),
+        name_in(kept, "intermediate_size"): _INNER,
+        name_in(kept, "hidden_size"): heads * _HEAD_DIM,
+        name_in(kept, "num_hidden_layers"): _NUM_LAYERS,
+        name_in(kept, "num_attention_heads"): heads,
     }

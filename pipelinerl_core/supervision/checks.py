@@ -24,7 +24,7 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.host import own_cores
 from pipelinerl_core.models.hub import is_hub_model
 from pipelinerl_core.models.paths import builtin_recipe, resolve_model_path
-from pipelinerl_core.models.recipes import PackagedModel, packaged_file
+from pipelinerl_core.models.recipes import PackagedModel, TinyModel, packaged_file
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.locate import SHARED_MEMORY, local_directory
 from pipelinerl_core.run.user_code import local_code, read_local, stored_code
@@ -91,6 +91,7 @@ def check_all(config: RunConfig, root: str, *, run: RunContext | None = None) ->
     facts = check_prompts(config)
     warnings = check_reward(config, run)
     check_objective(config, run)
+    check_architecture(config)
     check_model(config)
     warnings += fits if is_model_there else check_fit(config)
     check_space(config, root)
@@ -129,6 +130,14 @@ def check_model(config: RunConfig) -> None:
     else:
         check_context(config, directory)
     check_references(config)
+
+
+def check_architecture(config: RunConfig) -> None:
+    """Learner and engine can compute the architecture of the model; tried with a small model, before a download."""
+    if isinstance(builtin_recipe(config.model.path), TinyModel | None):
+        _check_in_child(
+            "model.path", "pipelinerl_core.tools.check_model", config.model_dump(mode="json"), PROMPTS_SECONDS
+        )
 
 
 def check_references(config: RunConfig) -> None:

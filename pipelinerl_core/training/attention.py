@@ -4,7 +4,7 @@ All other layers treat every packed token alike. Attention has three kinds:
 
     padded   scatter queries, keys and values into one padded row per sequence, run torch's causal kernel, gather the
              results. Padding is right of the real tokens, so causal attention already excludes padding.
-             Any device and type; cost S * L^2.
+             Any device and type; cost S * L^2. A sliding window is a mask of this kernel.
     float32  padded attention with queries, keys and values in float32, for models in bfloat16 on a CPU. The backward
              pass of torch's kernel is slow there in bfloat16: one layer forward and backward takes 89 ms, in float32
              22 ms (32 sequences of 41 tokens, 9 heads of size 64, one core with avx512_bf16).
@@ -28,8 +28,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from pipelinerl_core.algo.packed import PackLayout
-from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.algo.packed import PackLayout, window_mask
 from pipelinerl_core.training.block_masks import block_mask
 
 varlen_attn: Any = None
@@ -78,20 +77,16 @@ def packed_attention(
     """Causal attention inside each packed sequence; `layout` arrives through the keyword arguments of the model.
 
     Keys and values may have fewer heads than queries (grouped-query attention). Returns [B, T, H, D].
-    Raises ConfigError if a sequence is longer than the sliding window, and ValueError without a layout.
+    Raises ValueError without a layout.
     """
     layout = _needed(layout)
-    if sliding_window is not None and layout.longest > sliding_window:
-        raise ConfigError(
-            f"a sequence of {layout.longest} tokens is longer than the model's sliding window of {sliding_window}; "
-            "learner.attention=padded supports full attention only. Lower rollouts.max_tokens, or take a model with "
-            "full attention"
-        )
+    is_cut = sliding_window is not None and sliding_window < layout.longest
     attended_SHLD = scaled_dot_product_attention(
         _pad_heads(query_BHTD, layout),
         _pad_heads(key_BHTD, layout),
         _pad_heads(value_BHTD, layout),
-        is_causal=True,
+        attn_mask=window_mask(layout.longest, sliding_window, query_BHTD.device) if is_cut else None,
+        is_causal=not is_cut,
         scale=scaling,
         dropout_p=dropout,
         enable_gqa=key_BHTD.shape[1] != query_BHTD.shape[1],
@@ -196,7 +191,7 @@ def _compiled() -> Any:
 
 def _needed(layout: PackLayout | None) -> PackLayout:
     if layout is None:
-        raise ValueError("packed attention needs layout=PackLayout(...) in the call of the model")
+        raise ValueError("the attention of the model gets no layout=PackLayout(...): its layers drop keyword arguments")
     return layout
 
 

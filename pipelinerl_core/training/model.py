@@ -90,18 +90,27 @@ def prepare_model(model: Any, attention: AttentionKind = "auto") -> Any:
     # Float32 attention rounds differently from the plain forward in bfloat16. The check is about the model, so both
     # sides of the comparison attend in bfloat16.
     model.set_attn_implementation(PACKED_ATTENTION if chosen == FLOAT32_ATTENTION else chosen)
-    difference = max(
-        (packed - wanted).abs().max().item() for packed, wanted in zip(_packed_logprobs(model), expected, strict=True)
-    )
+    with torch.no_grad():
+        packed = _packed_logprobs(model)
+    difference = max((own - wanted).abs().max().item() for own, wanted in zip(packed, expected, strict=True))
     tolerance = _TOLERANCE.get(model.dtype, 0.0)
     if not difference <= tolerance:
         raise ConfigError(
             f"{type(model).__name__}: log-probabilities of packed sequences differ by {difference:.3g} from a plain "
             f"forward (at most {tolerance:g}); the model scales its logits, has a bias in its head, or attends in a "
-            "way that is not supported. Take a decoder with full causal attention and a plain linear head"
+            "way that is not supported. Take a decoder with causal attention and a plain linear head"
         )
     model.set_attn_implementation(chosen)
     return model
+
+
+def check_gradient(model: Any) -> None:
+    """Train one step on a few tokens of a prepared model. Raises ConfigError if a gradient is not finite."""
+    loss = torch.cat([logprobs_TV[:, 0] for logprobs_TV in _packed_logprobs(model)]).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if not gradients or not all(gradient.isfinite().all() for gradient in gradients):
+        raise ConfigError(f"{type(model).__name__}: the gradient is not finite")
 
 
 def checkpoint_activations(model: Any) -> None:
@@ -125,7 +134,7 @@ def model_dimensions(model: Any) -> ModelDimensions:
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         max_positions=config.max_position_embeddings,
     )
@@ -166,7 +175,6 @@ def _plain_logprobs(model: Any, ids: Tensor) -> Tensor:
     return torch.log_softmax(model(input_ids=ids[None].to(model.device)).logits[0].float(), -1)
 
 
-@torch.no_grad()
 def _packed_logprobs(model: Any) -> list[Tensor]:
     sequences, layout = _check_sequences(model), layout_of(_CHECK_LENGTHS).to(model.device)
     positions_T = torch.cat([torch.arange(length) for length in _CHECK_LENGTHS])

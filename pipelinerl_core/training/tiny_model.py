@@ -1,6 +1,8 @@
 """Builds the model of `pipelinerl train --tiny`: any architecture of transformers, small, with random weights."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -30,13 +32,18 @@ def build_tiny_model(recipe: TinyModel, directory: Path) -> None:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    config = AutoConfig.for_model(**{**recipe.settings, **tokens})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
-        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model = random_model({**recipe.settings, **tokens}, recipe.seed)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+
+
+def random_model(entries: Mapping[str, Any], seed: int = 0) -> Any:
+    """A model with the entries of a config.json and random weights in float32."""
+    config = AutoConfig.for_model(**entries)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -10,6 +10,7 @@ from typing import Any
 from pipelinerl_core.channel.refusals import code_of, error_of
 from pipelinerl_core.errors import HubUnavailable, PipelineRLError
 from pipelinerl_core.messages import Bye, Refused, Reserve, Reserved, Rows, RowsHeader
+from tests.simulation.oracle import check_ledger
 from tests.simulation.primitives import Event, process, world
 
 
@@ -154,6 +155,7 @@ class SimulatedClient:
             received.extend(self._server.service.handle(self._peer, message, rows))
         except PipelineRLError as error:
             received.append((Refused(re=message.id, code=code_of(error), detail=str(error)[:500]), None))
+        self._server.service.read(check_ledger)
         world().sleep(world().rng.random() * 0.002)
         answers.extend(received)
         ended.set()

@@ -1,6 +1,7 @@
-"""What must hold for the store of a run that has ended, whatever happened to its processes."""
+"""What must hold for a hub at any time, and for the store of a run that has ended, whatever happened to its processes."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 
 from pipelinerl_core.config import RunConfig
@@ -8,6 +9,8 @@ from pipelinerl_core.data.codec import decode_batch, from_segment
 from pipelinerl_core.data.compaction import list_rollouts, read_rollouts
 from pipelinerl_core.data.segments import SegmentReader
 from pipelinerl_core.errors import SchemaMismatch
+from pipelinerl_core.ledger import ActorKey, Ledger
+from pipelinerl_core.ledger.tokens import RETIRED_ACTORS
 from pipelinerl_core.run.commits import Commits, read_commits
 from pipelinerl_core.tools.audit import Audit
 from pipelinerl_core.types import GroupKey
@@ -15,6 +18,31 @@ from pipelinerl_core.weights.files import serialize
 from tests.fakes import MemoryStore
 from tests.simulation.parts import ScriptedLearner
 from tests.simulation.store import PlainStore
+
+
+def check_ledger(ledger: Ledger) -> dict[str, object]:
+    """Raises AssertionError if a group has two states, or an account is not the sum of its groups; `HubService.read`."""
+    pool = ledger._pool  # the groups themselves: queries of the ledger give their numbers only
+    reserved = [ref for reservation in pool.reservations.values() for ref in reservation.refs.values()]
+    ready = [summary.ref for group_id in pool.ready if (summary := pool.ready.get(group_id)) is not None]
+    states = Counter([*pool.leases.group_ids(), *(ref.group_id for ref in [*ready, *reserved])])
+    twice = [group_id for group_id, number in states.items() if number > 1]
+    assert not twice, f"groups {twice} have two states"
+    assert max(states, default=-1) < pool.next_group_id, "a group at or above the frontier has a state"
+    decided = {record.group_id for record in pool.fates} & states.keys()
+    assert not decided, f"groups {decided} are decided and open"
+    present: Counter[ActorKey] = Counter()
+    for ref in [*ready, *reserved]:
+        for actor, num_tokens in ref.shares().items():
+            present[ActorKey(*actor)] += num_tokens
+    accounts = {actor: account.present for actor, account in pool.tokens.accounts.items() if account.present}
+    in_retired = sum(num for actor, num in present.items() if actor in pool.tokens.retired)
+    own = {actor: num for actor, num in present.items() if num and actor not in pool.tokens.retired}
+    expected = {**own, **({RETIRED_ACTORS: in_retired} if in_retired else {})}
+    assert accounts == expected, f"tokens of ready and reserved groups: accounts {accounts}, groups {expected}"
+    settled = sum(account.decided for account in pool.tokens.accounts.values())
+    assert settled == sum(pool.tokens.decided.values()), f"decided tokens: {settled} in the accounts"
+    return {}
 
 
 def check(store: PlainStore, config: RunConfig) -> list[str]:

@@ -9,7 +9,8 @@ Shape suffixes: S slots, R decoded slots (a prefix of S), P prefilled sequences,
 N = R + P * T, K keys attended by decode, L max_len, H query heads, G key/value heads, Q = H / G, D head dimension.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from pipelinerl_core.algo.packed import window_mask
 from pipelinerl_core.errors import EngineError
 
 ATTENTION_NAME = "pipelinerl_slots"
@@ -39,6 +41,18 @@ class Layout:
     """int64 slot of each prefilled sequence, from position 0; None without prefill."""
     prefill_length: int
     """T"""
+    window_masks: dict[int, Tensor] = field(default_factory=dict)
+    """Masks of decode by sliding window: made once for all layers of a pass."""
+
+    def mask_of(self, window: int | None) -> Tensor:
+        """The mask of decode, [R, K], of a layer that attends to the `window` newest tokens, or to all."""
+        if window is None or window >= self.mask_RK.shape[1]:
+            return self.mask_RK
+        if window not in self.window_masks:
+            keys_K = torch.arange(self.mask_RK.shape[1], device=self.mask_RK.device)
+            is_old_RK = keys_K <= self.positions_R[:, None] - window
+            self.window_masks[window] = self.mask_RK.masked_fill(is_old_RK, -math.inf)
+        return self.window_masks[window]
 
 
 class SlotMemory:
@@ -69,20 +83,32 @@ class SlotMemory:
         self.keys.clear()
         self.values.clear()
 
-    def attend(self, layer: int, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, scaling: float | None) -> Tensor:
-        """Store keys and values of this pass, then attend. Returns [N, H, D]."""
+    def attend(
+        self,
+        layer: int,
+        q_NHD: Tensor,
+        k_NGD: Tensor,
+        v_NGD: Tensor,
+        scaling: float | None,
+        window: int | None = None,
+    ) -> Tensor:
+        """Store keys and values of this pass, then attend, to the `window` newest tokens if given.
+
+        Returns [N, H, D].
+        """
         layout = self.layout
         if layout is None:
             raise EngineError("slot attention was called outside of a pass: only the engine may call its model")
         store = self._layer(layer, k_NGD, v_NGD)
         if layout.prefill_slots_P is None:
-            return self._decode(layout, store, q_NHD, k_NGD, v_NGD, scaling)
+            return self._decode(layout, store, q_NHD, k_NGD, v_NGD, scaling, window)
         # Before decode: the decode of a newly admitted slot reads what prefill stores in the same pass.
         n = len(layout.slots_R)
-        prefilled_NHD = self._prefill(layout, store, q_NHD[n:], k_NGD[n:], v_NGD[n:], scaling)
+        prefilled_NHD = self._prefill(layout, store, q_NHD[n:], k_NGD[n:], v_NGD[n:], scaling, window)
         if n == 0:
             return prefilled_NHD
-        return torch.cat((self._decode(layout, store, q_NHD[:n], k_NGD[:n], v_NGD[:n], scaling), prefilled_NHD))
+        decoded_NHD = self._decode(layout, store, q_NHD[:n], k_NGD[:n], v_NGD[:n], scaling, window)
+        return torch.cat((decoded_NHD, prefilled_NHD))
 
     def _decode(
         self,
@@ -92,6 +118,7 @@ class SlotMemory:
         k_RGD: Tensor,
         v_RGD: Tensor,
         scaling: float | None,
+        window: int | None,
     ) -> Tensor:
         """One query position per slot, over the keys up to its own position."""
         keys_SGLD, values_SGLD = store
@@ -104,7 +131,7 @@ class SlotMemory:
             q_RGQD,
             keys_SGLD[:num_rows, :, :num_keys],
             values_SGLD[:num_rows, :, :num_keys],
-            attn_mask=layout.mask_RK[:, None, None],
+            attn_mask=layout.mask_of(window)[:, None, None],
             scale=scaling,
         )
         return out_RGQD.reshape(num_rows, q_RHD.shape[1], -1)
@@ -117,6 +144,7 @@ class SlotMemory:
         k_NGD: Tensor,
         v_NGD: Tensor,
         scaling: float | None,
+        window: int | None,
     ) -> Tensor:
         """Causal attention within each padded sequence. Keys of padding are overwritten before any read."""
         num_tokens = layout.prefill_length
@@ -125,8 +153,15 @@ class SlotMemory:
         )
         for store_SGLD, x_PGTD in zip(store, (k_PGTD, v_PGTD), strict=True):
             store_SGLD[layout.prefill_slots_P, :, :num_tokens] = x_PGTD
+        is_cut = window is not None and window < num_tokens
         out_PHTD = functional.scaled_dot_product_attention(
-            q_PHTD, k_PGTD, v_PGTD, is_causal=True, scale=scaling, enable_gqa=q_NHD.shape[1] != k_NGD.shape[1]
+            q_PHTD,
+            k_PGTD,
+            v_PGTD,
+            attn_mask=window_mask(num_tokens, window, q_NHD.device) if is_cut else None,
+            is_causal=not is_cut,
+            scale=scaling,
+            enable_gqa=q_NHD.shape[1] != k_NGD.shape[1],
         )
         return out_PHTD.transpose(1, 2).flatten(0, 1)
 
@@ -153,16 +188,10 @@ def _slot_attention(
     memory: SlotMemory = module.slot_memory
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
-            raise EngineError(
-                f"the model's attention uses {name}={kwargs[name]!r}, which the embedded engine does not support"
-            )
-    if sliding_window is not None and sliding_window < memory.max_len:
-        raise EngineError(
-            f"the model attends within a window of {sliding_window} tokens, shorter than the engine's "
-            f"max_len={memory.max_len}; the embedded engine has full attention only. Lower rollouts.max_tokens"
-        )
+            raise EngineError(f"the model's attention uses {name}, which the embedded engine does not support")
     query_NHD, key_NGD, value_NGD = (x[0].transpose(0, 1) for x in (query, key, value))
-    return memory.attend(module.layer_idx, query_NHD, key_NGD, value_NGD, scaling)[None], None
+    attended_NHD = memory.attend(module.layer_idx, query_NHD, key_NGD, value_NGD, scaling, sliding_window)
+    return attended_NHD[None], None
 
 
 AttentionInterface.register(ATTENTION_NAME, _slot_attention)

@@ -33,7 +33,7 @@ class SlotDecoder:
     """The model's own forward over a fixed number of slots.
 
     No other code may use the model: the constructor replaces its attention, and swaps write its parameters.
-    Raises EngineError unless the model is a decoder with full attention in all layers.
+    Raises EngineError unless the model is a decoder with full or sliding attention in all layers.
     """
 
     def __init__(self, model: Any, *, slots: int, max_len: int) -> None:
@@ -219,8 +219,10 @@ def _aliases(targets: Mapping[str, Tensor]) -> list[list[str]]:
 
 def _refuse_unsupported(config: Any, max_len: int) -> None:
     for layer_type in getattr(config, "layer_types", None) or ():
-        if layer_type != "full_attention":
-            raise EngineError(f"the model has {layer_type!r} layers; the embedded engine has full attention only")
+        if layer_type not in ("full_attention", "sliding_attention"):
+            raise EngineError(
+                f"the model has {layer_type!r} layers; the embedded engine has full and sliding attention only"
+            )
     for name in _LOGIT_SETTINGS:
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise EngineError(

@@ -366,13 +366,6 @@ def test_a_model_that_packs_cannot_reproduce_is_refused():
         prepare_model(model)
 
 
-def test_a_sequence_longer_than_a_sliding_window_is_refused():
-    model = tiny_model(use_sliding_window=True, sliding_window=8, max_window_layers=0)
-    learner = learner_of(model, config())
-    with pytest.raises(ConfigError, match="longer than the model's sliding window of 8"):
-        learner.step(rows_of(config()))
-
-
 def test_a_step_without_a_sampled_token_moves_nothing_but_the_version():
     run_config = config()
     rows = rows_of(run_config)

@@ -287,7 +287,7 @@ def test_a_missing_model_directory_is_an_engine_error(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"max_position_embeddings": 32}, "max_position_embeddings=32"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     ],

@@ -1,0 +1,103 @@
+"""Check that learner and engine can compute the architecture of the model: with a small, random model of it.
+
+stdin: the configuration as JSON. Exit code 2 and one line on stderr if a role cannot compute the architecture.
+"""
+
+import copy
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.engine.support import SUPPORT
+from pipelinerl_core.errors import ConfigError, PipelineRLError
+from pipelinerl_core.models.hub import hub_config, is_hub_model
+from pipelinerl_core.models.paths import builtin_recipe, model_config_of
+from pipelinerl_core.models.recipes import TINY_PREFIX, TinyModel
+from pipelinerl_core.models.resolve import build_config
+from pipelinerl_core.models.shapes import shape_of
+from pipelinerl_core.models.tiny import shrunk
+from pipelinerl_core.training.model import check_gradient, prepare_model
+from pipelinerl_core.training.tiny_model import random_model
+
+_WINDOW = 3
+"""Sliding window of the small model: shorter than the sequences of the checks."""
+
+
+def check(config: RunConfig) -> None:
+    """Raise ConfigError, one line, if a role cannot compute the architecture of model.path."""
+    path = config.model.path
+    recipe = builtin_recipe(path)
+    if isinstance(recipe, TinyModel):
+        path, entries = path.removeprefix(TINY_PREFIX), recipe.settings
+    else:
+        entries = model_config_of(path) or (hub_config(path) if is_hub_model(path) else None) or {}
+    if not entries:
+        return  # no such model, which another check tells
+    for role, problem in problems(entries, config.engine.kind).items():
+        if problem:
+            raise ConfigError(
+                f"model.path={path}: {entries.get('model_type', 'models without a model_type')} cannot be {role}: "
+                f"{problem}. docs/models.md has the families that run"
+            )
+
+
+def problems(entries: Mapping[str, Any], engine: str) -> dict[str, str]:
+    """ "loaded", "trained", "sampled" -> why the architecture cannot be, empty if it can.
+
+    entries: of config.json.
+    """
+    if "text_config" in entries:
+        return {"loaded": "its config.json has a text_config: it reads images or sound. Take a model of text only"}
+    if shape_of(entries) is None:
+        return {"loaded": "its config.json has not the sizes of a decoder with attention heads"}
+    try:
+        model = random_model(_small(entries)).eval()
+    except Exception as error:  # noqa: BLE001 - models of transformers raise any error
+        return {"loaded": _line(error)}
+    return {
+        "trained": _problem(lambda: check_gradient(prepare_model(copy.deepcopy(model), "padded"))),
+        "sampled": _problem(lambda: SUPPORT[engine](copy.deepcopy(model))),
+    }
+
+
+def _small(entries: Mapping[str, Any]) -> dict[str, Any]:
+    small = shrunk(entries)
+    if small.get("sliding_window"):
+        small["sliding_window"] = _WINDOW
+    return {**small, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+
+
+def _problem(check: Callable[[], object]) -> str:
+    try:
+        check()
+    except Exception as error:  # noqa: BLE001 - models of transformers raise any error
+        return _line(error)
+    return ""
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split())[:300].rstrip(".")
+    return text if isinstance(error, PipelineRLError) else f"{type(error).__name__}: {text}"
+
+
+def main() -> int:
+    """Returns the exit code."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    try:
+        check(build_config(json.load(sys.stdin)))
+    except ConfigError as error:
+        sys.stderr.write(f"{' '.join(str(error).split())}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
