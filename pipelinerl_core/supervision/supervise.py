@@ -4,7 +4,9 @@ The kernel kills the child when the *thread* that started the child ends (parent
 calls `supervise_role` starts the child itself and blocks until the child has ended.
 """
 
+import builtins
 import logging
+import re
 import signal
 import subprocess
 import time
@@ -47,6 +49,9 @@ STABLE_SECONDS = 600.0
 """A process that has run for this long is stable: earlier failures no longer count."""
 _KILL_WAIT_SECONDS = 5.0  # a killed process ends at once, unless a system call blocks in the kernel
 _TAIL_LINES = 15
+_TRACEBACK_LINES = 200
+_LOCATION = re.compile(r'\s+File ".*", line \d+, in ')
+_EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(: .*)?")
 
 
 class RoleFailed(PipelineRLError):
@@ -93,7 +98,8 @@ def supervise_role(
     supervision raises Fenced.
     Exit code 6 (expelled): the supervision ends, with an error in the log.
     Raises ConfigError (exit code 2, with the role's own error line), TrainingDiverged (exit code 5, the same) or
-    Fenced. After more than `max_restarts`
+    Fenced. Two processes in a row that end with the same exception at the same line of code raise ConfigError, too:
+    another start would end there again. After more than `max_restarts`
     failures in a row, each within `stable_seconds`, raises RoleFailed with the last lines of the log; if the last
     process ended because the store did not answer (exit code 4), StoreUnavailable with these lines.
     """
@@ -103,7 +109,7 @@ def supervise_role(
     budget = RestartBudget(
         max_restarts, restart_rule(max_restarts), clock=time.monotonic, stable_seconds=stable_seconds
     )
-    is_over = False
+    is_over, last_exception = False, ""
     while not is_over:
         with own_temporary(env) as environment:
             process = _RoleProcess(command, {**environment, RESTARTS_VARIABLE: str(restarts)}, log, name)
@@ -124,6 +130,11 @@ def supervise_role(
                 break
             reason = "the process that replaced the role has ended"
         _raise_if_final(name, process, reason, budget, may_return=is_replaced is not None)
+        exception = repeatable_exception(log.last_lines(_TRACEBACK_LINES)) if process.exit_code == 1 else ""
+        if exception and exception == last_exception:
+            line = exception.splitlines()[-1]
+            raise ConfigError(f"{name}: ended twice at the same place with {line}. Its log is {log.path}")
+        last_exception = exception
         restarts += 1
         backoff = min(FIRST_BACKOFF_SECONDS * 2 ** (budget.count - 1), LAST_BACKOFF_SECONDS)
         logger.warning("%s: %s; %s in %.1f s", name, reason, budget.restart_text, backoff)
@@ -149,6 +160,22 @@ def supervise_role(
 def restart_rule(max_restarts: int) -> str:
     """The name of the restart limit in messages: key and value."""
     return f"placement.max_restarts={max_restarts}"
+
+
+def repeatable_exception(lines: Sequence[str]) -> str:
+    """The last place in the code and the exception of a traceback at the end of a log; "" if there is none.
+
+    "" also for errors of the system (OSError, MemoryError) and for exceptions of libraries (a server that does not
+    answer), which may be gone at the next start.
+    """
+    places = [number for number, line in enumerate(lines) if _LOCATION.match(line)]
+    exception = _EXCEPTION.fullmatch(lines[-1]) if lines else None
+    if not places or exception is None:
+        return ""
+    kind = getattr(builtins, exception[1], OSError)
+    if not isinstance(kind, type) or issubclass(kind, OSError | MemoryError):
+        return ""
+    return f"{lines[places[-1]].strip()}\n{lines[-1]}"
 
 
 def describe_exit(exit_code: int) -> str:

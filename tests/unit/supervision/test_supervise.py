@@ -1,6 +1,7 @@
 """Supervision of a role, on stand-in children that take milliseconds."""
 
 import os
+import re
 import sys
 import threading
 import time
@@ -253,6 +254,28 @@ def test_a_role_that_the_store_has_ended_to_its_last_restart_is_an_outage_and_no
         run(tmp_path, COUNT + "sys.exit(4)", max_restarts=1)
     with pytest.raises(RoleFailed, match="exited with code 1, after 3 restarts"):
         run(tmp_path, COUNT + "sys.exit(1)", max_restarts=3)
+
+
+@pytest.mark.parametrize(
+    ("raised", "starts"),
+    [
+        ("raise ValueError('no head')", "xx"),
+        ("{}[n // 9]", "xx"),
+        ("raise ValueError(n)", "xxx"),  # another message: another cause
+        ("raise ConnectionError('no server')", "xxx"),
+        ("import subprocess; raise subprocess.SubprocessError('busy')", "xxx"),  # no exception of the language
+        ("raise MemoryError", "xxx"),
+        ("print('ValueError: in a line of its own', file=sys.stderr); sys.exit(1)", "xxx"),
+    ],
+)
+def test_two_ends_at_the_same_place_are_a_wrong_configuration(tmp_path, raised, starts):
+    expected = ConfigError if starts == "xx" else RoleFailed
+    with pytest.raises(expected) as caught:
+        run(tmp_path, COUNT + raised)
+    assert (tmp_path / "starts").read_text() == starts
+    if expected is ConfigError:
+        start = "role: ended twice at the same place with "
+        assert re.fullmatch(rf"{start}\w+: .*\. Its log is {tmp_path}/logs/role\.log", str(caught.value))
 
 
 def test_a_trainer_that_diverged_is_not_restarted(tmp_path):
