@@ -6,7 +6,7 @@ from pipelinerl_core.errors import PipelineRLError
 
 
 class _NoTraceback(logging.Filter):
-    """Prefect logs each error of a flow or a task with a traceback; an error of this project is a line that says all."""
+    """Prefect logs each error of a flow or a task with a traceback; an error of this project needs none."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.exc_info, tuple) and isinstance(record.exc_info[1], PipelineRLError):

@@ -20,8 +20,9 @@ from pipelinerl_core.models.recipes import (
     model_directory,
 )
 from pipelinerl_core.models.shapes import KNOWN_MODELS, shape_of
-from pipelinerl_core.models.tiny import SMALL_VOCABULARY, shrunk
+from pipelinerl_core.models.tiny import shrunk
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _SEED = re.compile(r"seed=(\d{1,9})")
 
 
@@ -103,14 +104,14 @@ def _tiny_recipe(of: str) -> TinyModel:
             "that this host can reach. Copy the file into a directory and set model.path to the directory, or set "
             f"model.path to a model of the same architecture that is known without a download: {_known_families()}"
         )
-    if "text_config" in entries or (shape := shape_of(entries)) is None:
+    if "text_config" in entries or shape_of(entries) is None:
         raise ConfigError(
             f"model.path={of}: its config.json has not the sizes of a text decoder (hidden_size, "
             "num_attention_heads, ...), so --tiny cannot shrink the model. Set model.path to a decoder"
         )
     directory = resolve_model_path(of)
-    has_small = directory is not None and shape.vocabulary <= SMALL_VOCABULARY
-    return TinyModel(settings=shrunk(entries), tokenizer=str(directory) if has_small else "")
+    has_tokenizer = directory is not None and any((directory / name).is_file() for name in _TOKENIZER_FILES)
+    return TinyModel(settings=shrunk(entries), tokenizer=str(directory) if has_tokenizer else "")
 
 
 def _known_families() -> str:

@@ -78,7 +78,7 @@ class TinyModel(Section):
     settings: dict[str, Any]
     """The entries of config.json without the entries of the tokenizer."""
     tokenizer: str = ""
-    """Directory of a model with a small tokenizer, which is used as it is; empty: one token per byte."""
+    """Directory of a model whose tokenizer is used; empty: one token per byte."""
 
 
 Recipe = SumsModel | PackagedModel | TinyModel

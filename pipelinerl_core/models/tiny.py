@@ -5,8 +5,6 @@ from typing import Any
 
 from pipelinerl_core.models.shapes import name_in, shape_of
 
-SMALL_VOCABULARY = 4096
-"""A tokenizer with at most this many tokens is used as it is."""
 BYTES_PER_TOKEN = 4
 """The tokenizer has a token per byte: texts have about this many times the tokens."""
 _HEAD_DIM = 32

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import EnvironmentFailed, PipelineRLError
 from pipelinerl_core.prompts.chat import Messages, SpecialTokens, conversation_text, render, require_chat_template
 from pipelinerl_core.prompts.reply import read_reply, split_reasoning
@@ -204,6 +205,15 @@ def _one_line() -> Iterator[None]:
             f"the chat template or the tokenizer of model.path refuses the messages ({reason}). "
             "Send messages with roles and contents that the template supports"
         ) from None
+
+
+def chat_turns(config: RunConfig, tokenizer: Any) -> ChatTurns:
+    """The turns of a run's model."""
+    prompts = config.prompts
+    return ChatTurns(
+        tokenizer, chat_template=config.model.chat_template, system=prompts.system,
+        control_tokens=prompts.control_tokens,
+    )  # fmt: skip
 
 
 def _cannot_be_extended() -> EnvironmentFailed:

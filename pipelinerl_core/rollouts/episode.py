@@ -150,12 +150,7 @@ class Episode:
     def _given(self, index: int, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Int32Array:
         """The tokens that the new messages become."""
         if index == 0:
-            prompt, limit = self._chat.first(messages, tools), self._config.rollouts.max_prompt_tokens
-            if not 0 < len(prompt) <= limit:
-                raise EnvironmentFailed(
-                    f"the first messages have {len(prompt)} tokens; from 1 to rollouts.max_prompt_tokens={limit}"
-                )
-            return prompt
+            return first_tokens(self._chat, messages, tools, self._config.rollouts.max_prompt_tokens)
         end = self._turns[index - 1].end
         assert end is not None
         return self._chat.following(messages, tools, int(self._progress.completion().token_ids[end - 1]))
@@ -387,6 +382,18 @@ class EpisodePlayer:
 def task_of(config: RunConfig, prompt: Prompt) -> Mapping[str, Any]:
     """What an environment gets: the position of a task of its own, or the row of a prompt with the prompt's text."""
     return prompt.task if config.prompts.from_environment else {**prompt.task, "prompt": prompt.text}
+
+
+def first_tokens(
+    chat: ChatCodec, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], limit: int
+) -> Int32Array:
+    """[P] tokens of the first messages of an episode; raises EnvironmentFailed if there are more than `limit`."""
+    prompt = chat.first(messages, tools)
+    if not 0 < len(prompt) <= limit:
+        raise EnvironmentFailed(
+            f"the first messages have {len(prompt)} tokens; from 1 to rollouts.max_prompt_tokens={limit}"
+        )
+    return prompt
 
 
 def _part(whole: Completion, start: int) -> Completion | None:

@@ -12,9 +12,12 @@ from typing import Any
 from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.environments.pool import EnvironmentPool, build_environments
 from pipelinerl_core.errors import ConfigError, EnvironmentFailed
+from pipelinerl_core.models.paths import resolve_model_path
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts import build_source
-from pipelinerl_core.rollouts.episode import task_of
+from pipelinerl_core.prompts.check import load_tokenizer
+from pipelinerl_core.prompts.turns import ChatTurns, chat_turns
+from pipelinerl_core.rollouts.episode import first_tokens, task_of
 from pipelinerl_core.types import Prompt, Reply
 
 
@@ -27,7 +30,18 @@ class _TrialHost:
 
     once: Mapping[str, Any] = {}
 
+    def __init__(self, chat: ChatTurns | None, max_prompt_tokens: int) -> None:
+        """chat: of the model; None if the model is not on this host."""
+        self._chat, self._limit = chat, max_prompt_tokens
+        self.problem = ""
+        """Why the first messages cannot be a prompt."""
+
     async def ask(self, messages: Sequence[Any], tools: Sequence[Any]) -> Reply | None:
+        if self._chat is not None:
+            try:
+                first_tokens(self._chat, messages, tools, self._limit)
+            except EnvironmentFailed as error:
+                self.problem = str(error)
         raise _FirstMessages
 
     def record(self, key: str, value: Any) -> None:
@@ -40,20 +54,28 @@ class _TrialHost:
 async def check(config: RunConfig, code: str | None) -> str:
     """Load the class, and play the first training task and the last held-out task up to their first messages.
 
+    If the model is on this host, the first messages and tools are rendered with its tokenizer and chat template.
     Returns what the class says about this host, or nothing. Raises ConfigError if any of this fails.
     """
     subject = config.environment.subject
     environments = build_environments(config, code)
     source = build_source(config)
+    directory = resolve_model_path(config.model.path)
     try:
+        chat = None if directory is None else chat_turns(config, load_tokenizer(directory))
         loaded = await environments.check()
         _check_tasks(config, subject, has_tasks=loaded.has_tasks)
         for name, prompts in (
             ("training", [source.prompt(0)]),
             ("held-out", source.held_out(config.eval.num_prompts)),
         ):
-            if prompts and (error := await _trial(environments, config, prompts[-1])):
+            if not prompts:
+                continue
+            host = _TrialHost(chat, config.rollouts.max_prompt_tokens)
+            if error := await _trial(environments, config, prompts[-1], host):
                 raise ConfigError(f"{subject}: a {name} task failed before its first message: {error}{_hint(error)}")
+            if host.problem:
+                raise ConfigError(f"{subject}: the first messages of a {name} task: {host.problem}")
         return loaded.note
     except EnvironmentFailed as error:
         raise ConfigError(f"{subject}: {_reason(str(error))}") from None
@@ -75,10 +97,10 @@ def _check_tasks(config: RunConfig, subject: str, *, has_tasks: bool) -> None:
         )
 
 
-async def _trial(environments: EnvironmentPool, config: RunConfig, prompt: Prompt) -> str:
+async def _trial(environments: EnvironmentPool, config: RunConfig, prompt: Prompt, host: _TrialHost) -> str:
     """The error of an episode before its first message; empty: none."""
     try:
-        await environments.play(task_of(config, prompt), 0, _TrialHost())
+        await environments.play(task_of(config, prompt), 0, host)
     except _FirstMessages:
         return ""
     except EnvironmentFailed as error:

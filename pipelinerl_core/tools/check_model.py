@@ -33,6 +33,7 @@ def check(config: RunConfig) -> None:
     """Raise ConfigError, one line, if a role cannot compute the architecture of model.path."""
     path = config.model.path
     recipe = builtin_recipe(path)
+    entries: Mapping[str, Any]
     if isinstance(recipe, TinyModel):
         path, entries = path.removeprefix(TINY_PREFIX), recipe.settings
     else:

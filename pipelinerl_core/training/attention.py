@@ -191,7 +191,9 @@ def _compiled() -> Any:
 
 def _needed(layout: PackLayout | None) -> PackLayout:
     if layout is None:
-        raise ValueError("the attention of the model gets no layout=PackLayout(...): its layers drop keyword arguments")
+        raise ValueError(
+            "the attention of the model gets no layout=PackLayout(...): its layers drop keyword arguments"
+        )
     return layout
 
 

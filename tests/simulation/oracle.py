@@ -1,4 +1,4 @@
-"""What must hold for a hub at any time, and for the store of a run that has ended, whatever happened to its processes."""
+"""What must hold for a hub at any time, and for the store of a run that has ended, whatever happened before."""
 
 import hashlib
 from collections import Counter
@@ -21,7 +21,7 @@ from tests.simulation.store import PlainStore
 
 
 def check_ledger(ledger: Ledger) -> dict[str, object]:
-    """Raises AssertionError if a group has two states, or an account is not the sum of its groups; `HubService.read`."""
+    """Raises AssertionError if a group has two states, or if an account is not the sum of its groups."""
     pool = ledger._pool  # the groups themselves: queries of the ledger give their numbers only
     reserved = [ref for reservation in pool.reservations.values() for ref in reservation.refs.values()]
     ready = [summary.ref for group_id in pool.ready if (summary := pool.ready.get(group_id)) is not None]

@@ -18,6 +18,7 @@ import numpy as np
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.mixture import naming
+from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import Engine
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.roles.runtime.task import Task, build_task
@@ -38,6 +39,8 @@ _GREEDY = -1
 """Number of the greedy completion of a prompt; the sampled completions are 0, 1, ..."""
 _NUM_SHOWN = 12
 _PROGRESS_SECONDS = 5.0
+_FIRST_PROMPTS = 8
+"""If no answer to the first prompts of a run's first evaluation has a reward, the run ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -163,6 +166,8 @@ async def measure(
                 _answer(held_out, sample, config, index, place, number) for place, number in enumerate(numbers)
             )
             answers[index] = await asyncio.gather(*rollouts)
+            if version == 0 and len(answers) == min(_FIRST_PROMPTS, len(prompts)):
+                _require_rewards(answers.values(), held_out.name)
 
     async def show() -> None:
         shown = f"version {version}{f' on {held_out.name}' if held_out.name else ''}"
@@ -198,6 +203,17 @@ async def measure(
             for prompt, given in list(zip(prompts, ordered, strict=False))[:_NUM_SHOWN]
         ),
     )
+
+
+def _require_rewards(answers: Iterable[Sequence[_Answer]], name: str) -> None:
+    """Raises ConfigError if no answer has a reward."""
+    flat = [answer for given in answers for answer in given]
+    if flat and not any(answer.reward is not None for answer in flat):
+        where = f" of the set {name}" if name else ""
+        raise ConfigError(
+            f"the first evaluation{where} has no reward: all of its first {len(flat)} rollouts failed; first: "
+            f"{flat[0].error}. Correct the cause and start a new run"
+        )
 
 
 def _sampler(config: RunConfig, index: int, number: int) -> Sampler:

@@ -16,7 +16,7 @@ from pipelinerl_core.engine.load import EngineStart, start_engine
 from pipelinerl_core.interfaces import Engine
 from pipelinerl_core.models.paths import require_model
 from pipelinerl_core.prompts.chat import encode_prompt
-from pipelinerl_core.prompts.turns import ChatTurns
+from pipelinerl_core.prompts.turns import ChatTurns, chat_turns
 from pipelinerl_core.roles.runtime.device import model_device
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.rollouts.player import TextCodec
@@ -79,10 +79,7 @@ def build_codec(config: RunConfig) -> TextCodec:
 def build_chat(config: RunConfig) -> ChatTurns:
     """Tokens of conversations, with the model's own tokenizer and chat template."""
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_directory(config))
-    return ChatTurns(
-        tokenizer, chat_template=config.model.chat_template, system=config.prompts.system,
-        control_tokens=config.prompts.control_tokens,
-    )  # fmt: skip
+    return chat_turns(config, tokenizer)
 
 
 @asynccontextmanager
