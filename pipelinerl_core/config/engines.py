@@ -45,7 +45,7 @@ class EmbeddedConfig(EngineSection):
     memory_share: ClassVar[float] = 0.0
 
     kind: Literal["embedded"] = "embedded"
-    """embedded: this project's engine, CPU, any transformers decoder with full attention; vllm: vLLM, GPUs or CPU."""
+    """embedded: this project's engine, CPU, any transformers decoder with attention; vllm: vLLM, GPUs or CPU."""
     pace: bool = True
     """Slow the engine down while more than groups_per_step finished groups wait for the trainer, which lowers the lag
     at full slots. Unset to measure the engine's full speed."""

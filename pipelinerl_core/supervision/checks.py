@@ -95,8 +95,12 @@ def check_all(config: RunConfig, root: str, *, run: RunContext | None = None) ->
     check_model(config)
     warnings += fits if is_model_there else check_fit(config)
     check_space(config, root)
-    # Again without a model so far: prompts are measured with the tokenizer.
-    return [*(facts if is_model_there else check_prompts(config)), *warnings]
+    if is_model_there:
+        return [*facts, *warnings]
+    # Again, now with the tokenizer: prompts are measured, first messages of environments are rendered.
+    if any(part.environment.path for part in config.parts.values()):
+        check_reward(config, run)
+    return [*check_prompts(config), *warnings]
 
 
 def start_seconds(config: RunConfig) -> float:

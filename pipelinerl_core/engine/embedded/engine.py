@@ -39,7 +39,7 @@ _ROW_STEP = 32
 class EmbeddedEngine(QueuedEngine[SlotSequence]):
     """`interfaces.Engine` over `slots` sequences of at most `max_len` tokens, prompt included.
 
-    model: a transformers causal LM that only this engine uses, on any device; full attention only.
+    model: a transformers causal LM that only this engine uses, on any device; full or sliding attention.
     eos_token_ids: tokens that end a completion and are part of the completion.
     weight_version: version of the model's weights now.
     kv: what a swap does with the KV cache of running sequences. keep: nothing, the sequences continue and attend to

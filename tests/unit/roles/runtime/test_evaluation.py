@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pipelinerl_core.errors import EngineError, RewardError
+from pipelinerl_core.errors import ConfigError, EngineError, RewardError
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.runtime.evaluation import EvalSet, measure
 from pipelinerl_core.roles.runtime.task import Task
@@ -74,6 +74,34 @@ def evaluated(engine, num, *overrides, slots=8, max_seconds=60.0, reports=None):
     return asyncio.run(
         measure(engine, held_out, slots=slots, num_prompts=num, max_seconds=max_seconds, report=report)
     )
+
+
+def test_a_first_evaluation_without_a_reward_ends_the_run(monkeypatch):
+    calls = []
+
+    async def fails(prompt, text, completion):
+        calls.append(prompt.prompt_id)
+        if len(calls) != healthy:
+            raise RewardError("no server")
+        return Score(1.0, ())
+
+    monkeypatch.setitem(globals(), "async_score", fails)
+    for version, healthy, is_refused in ((0, 0, True), (0, 5, False), (1, 0, False)):
+        calls.clear()
+        engine = Engine()
+        engine.weight_version = version
+        if is_refused:
+            with pytest.raises(ExceptionGroup) as caught:
+                evaluated(engine, 40, slots=2)
+            (error,) = caught.value.exceptions
+            assert isinstance(error, ConfigError)
+            assert str(error).startswith(
+                "the first evaluation of the set hard has no reward: all of its first 8 roll"
+            )
+            assert "no server" in str(error)
+            assert len(calls) < 12
+        else:
+            assert evaluated(engine, 40, slots=2).errors == 40 - bool(healthy)
 
 
 def test_samples_greedy_completions_best_and_components_are_apart():
