@@ -52,7 +52,7 @@ def own_advantages(group: Sequence[ScoredRollout], config: LossConfig) -> list[t
             tuple(map(float, advantage)) if isinstance(advantage, Sequence) else (float(advantage),)
             for advantage in result
         ]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"{subject}: returned {str(result)[:80]}, not a number or numbers per rollout") from None
     if len(advantages) != len(group):
         raise ConfigError(f"{subject}: returned {len(advantages)} values for a group of {len(group)} rollouts")

@@ -2,7 +2,8 @@
 
 The text below a field is its help.
 
-To add an engine: a section here and its line in EngineConfig, and a builder in engine/load.py.
+To add an engine: a section here and its line in EngineConfig, a builder in engine/load.py, and a trial in
+engine/support.py.
 """
 
 from collections.abc import Mapping

@@ -2,7 +2,8 @@
 
 The text below a field is its help.
 
-To add an environment: a section here and its line in EnvironmentConfig, and a builder in environments/pool.py.
+To add an environment: a section here and its line in EnvironmentConfig, and a branch of build_environments in
+environments/pool.py.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Self

@@ -1,10 +1,5 @@
-"""Check the prompts of the configuration on stdin.
+"""Check the prompts of the configuration on stdin (check_process.py); the lines are about the prompts."""
 
-If the prompts can be used, stdout has lines of text about the prompts. Otherwise the exit code is 2, and stderr has
-one line.
-"""
-
-import json
 import sys
 from collections.abc import Mapping
 from itertools import combinations
@@ -13,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from pipelinerl_core.check_process import run_check
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.mixture import naming
 from pipelinerl_core.config.prompts import SumsPrompts
@@ -159,16 +155,5 @@ def load_tokenizer(directory: Path) -> Any:
         raise ConfigError(f"model.path={directory}: the tokenizer cannot be loaded: {reason}") from None
 
 
-def main() -> int:
-    """Returns the exit code."""
-    try:
-        lines = check(build_config(json.load(sys.stdin)))
-    except ConfigError as error:
-        sys.stderr.write(f"{' '.join(str(error).split())}\n")
-        return 2
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_check(lambda given: check(build_config(given))))

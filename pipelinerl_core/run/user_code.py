@@ -31,6 +31,8 @@ def read_local(key: str, location: str) -> str | None:
     if path is None:
         return None
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("this is no file")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = f"no such file in {path.parent.resolve()}" if isinstance(error, FileNotFoundError) else str(error)

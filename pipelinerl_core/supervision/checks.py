@@ -17,6 +17,7 @@ from urllib.request import Request, urlopen
 
 from safetensors import safe_open
 
+from pipelinerl_core.check_process import result_of
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.mixture import naming
 from pipelinerl_core.config.mlflow_login import LOGIN_VARIABLES, split_login
@@ -280,10 +281,7 @@ def _with_code(config: RunConfig, part: str, run: RunContext | None) -> dict[str
 
 
 def _check_in_child(subject: str, module: str, given: Mapping[str, Any], seconds: float) -> list[str]:
-    """Run a module that checks the JSON value on its stdin. Returns the lines of its stdout.
-
-    Raises ConfigError with the last line of its stderr if its exit code is not 0.
-    """
+    """Run a module that checks the JSON value on its stdin (check_process.py). Returns its lines."""
     try:
         ended = subprocess.run(
             ending_with_parent([sys.executable, "-m", module]),
@@ -296,10 +294,7 @@ def _check_in_child(subject: str, module: str, given: Mapping[str, Any], seconds
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{subject}: the check did not end within {seconds:.0f} s") from None
-    if ended.returncode != 0:
-        lines = [line for line in ended.stderr.splitlines() if line.strip()]
-        raise ConfigError(lines[-1] if lines else f"{subject}: the check ended with code {ended.returncode}")
-    return ended.stdout.splitlines()
+    return result_of(subject, ended.returncode, ended.stdout, ended.stderr)
 
 
 _SQLITE = "sqlite:///"

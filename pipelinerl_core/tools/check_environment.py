@@ -1,14 +1,14 @@
-"""Check an environment in an environment process. stdin: JSON, {"config": ..., "code": text of its file or null}.
+"""Check an environment in an environment process.
 
-Exit code 2 and one line on stderr if the environment cannot be used.
+stdin: {"config": ..., "code": text of its file or null} (check_process.py); a line is the note of the class.
 """
 
 import asyncio
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipelinerl_core.check_process import run_check
 from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.environments.pool import EnvironmentPool, build_environments
 from pipelinerl_core.errors import ConfigError, EnvironmentFailed
@@ -122,17 +122,10 @@ def _reason(message: str) -> str:
     return message.split(": ", 1)[1] if message.startswith("environment ") else message
 
 
-def main() -> int:
-    """Returns the exit code."""
-    try:
-        given = json.load(sys.stdin)
-        if note := asyncio.run(check(build_config(given["config"]), given["code"])):
-            sys.stdout.write(f"{note}\n")
-    except ConfigError as error:
-        sys.stderr.write(f"{' '.join(str(error).split())}\n")
-        return 2
-    return 0
+def _check(given: Any) -> list[str]:
+    note = asyncio.run(check(build_config(given["config"]), given["code"]))
+    return [note] if note else []
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_check(_check))

@@ -1,21 +1,23 @@
 """Check a loss and a function of advantages of the user with random tokens and rewards.
 
-stdin: JSON, {"config": ..., "code": {key: text of its file or null}}. Exit code 2 and one line on stderr if a
-function cannot be used.
+stdin: {"config": ..., "code": {key: text of its file or null}} (check_process.py).
 """
 
-import json
 import random
 import sys
+from dataclasses import fields
+from typing import Any
 
 import torch
 
 from pipelinerl_core.algo.losses.custom import custom
 from pipelinerl_core.algo.losses.terms import TrainedTokens
 from pipelinerl_core.algo.own import ScoredRollout, own_advantages
+from pipelinerl_core.check_process import run_check
 from pipelinerl_core.config.losses import CustomLoss, LossConfig
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.resolve import build_config
+from pipelinerl_core.sandbox.user_code import failure_line
 from pipelinerl_core.training.own_functions import load_own_functions
 
 NUM_TOKENS = 24
@@ -46,15 +48,25 @@ def _check_loss(config: CustomLoss) -> None:
 
 def _gradient(config: CustomLoss, *, scale: float) -> torch.Tensor:
     """[M] gradient of the loss by the log-probabilities of random tokens; scale: of the advantages."""
-    tokens = random_tokens(scale)
-    loss = custom(tokens, config).loss
+    subject = f"loss.function={config.function}"
+    tokens, given = random_tokens(scale), random_tokens(scale)
     gradient = None
-    if loss.requires_grad:
-        (gradient,) = torch.autograd.grad(loss, tokens.trainer_logprobs_M, allow_unused=True)
+    try:
+        loss = custom(tokens, config).loss
+        if loss.requires_grad:
+            (gradient,) = torch.autograd.grad(loss, tokens.trainer_logprobs_M, allow_unused=True)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - any error of the user's terms
+        raise ConfigError(f"{subject}: {failure_line(error)}") from None
+    for field in fields(given):
+        before, after = getattr(given, field.name), getattr(tokens, field.name)
+        if isinstance(before, torch.Tensor) and not torch.equal(before, after):
+            raise ConfigError(f"{subject}: changes {field.name}, which other terms read. Compute new tensors")
     if gradient is None:
         gradient = torch.zeros(NUM_TOKENS)
     if not loss.isfinite() or not gradient.isfinite().all():
-        raise ConfigError(f"loss.function={config.function}: loss or gradient of random tokens is not finite")
+        raise ConfigError(f"{subject}: loss or gradient of random tokens is not finite")
     return gradient
 
 
@@ -91,18 +103,12 @@ def _check_advantages(config: LossConfig) -> None:
         )
 
 
-def main() -> int:
-    """Returns the exit code."""
-    try:
-        given = json.load(sys.stdin)
-        loss = build_config(given["config"]).loss
-        load_own_functions(loss, given["code"])
-        check(loss)
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    return 0
+def _check(given: Any) -> list[str]:
+    loss = build_config(given["config"]).loss
+    load_own_functions(loss, given["code"])
+    check(loss)
+    return []
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_check(_check))

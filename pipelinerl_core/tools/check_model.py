@@ -1,18 +1,17 @@
 """Check that learner and engine can compute the architecture of the model: with a small, random model of it.
 
-stdin: the configuration as JSON. Exit code 2 and one line on stderr if a role cannot compute the architecture.
+stdin: the configuration (check_process.py).
 """
 
 import copy
-import json
 import logging
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from pipelinerl_core.check_process import run_check
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.engine.support import SUPPORT
 from pipelinerl_core.errors import ConfigError, PipelineRLError
@@ -87,18 +86,12 @@ def _line(error: Exception) -> str:
     return text if isinstance(error, PipelineRLError) else f"{type(error).__name__}: {text}"
 
 
-def main() -> int:
-    """Returns the exit code."""
+def _check(given: Any) -> list[str]:
     logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    try:
-        check(build_config(json.load(sys.stdin)))
-    except ConfigError as error:
-        sys.stderr.write(f"{' '.join(str(error).split())}\n")
-        return 2
-    return 0
+    check(build_config(given))
+    return []
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_check(_check))

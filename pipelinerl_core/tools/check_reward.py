@@ -1,14 +1,14 @@
 """Check a reward function with the first training prompt, in a scoring process.
 
-stdin: JSON, {"config": ..., "code": text of its file or null}.
-Exit code 2 and one line on stderr if the function cannot be used; lines on stdout are warnings.
+stdin: {"config": ..., "code": text of its file or null} (check_process.py); the lines are warnings.
 """
 
 import asyncio
-import json
 import re
 import sys
+from typing import Any
 
+from pipelinerl_core.check_process import run_check
 from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.errors import ConfigError, FunctionRaised, RewardError
 from pipelinerl_core.models.resolve import build_config
@@ -73,18 +73,10 @@ def _reason(error: RewardError) -> str:
     return str(error).split(": ", 1)[1]
 
 
-def main() -> int:
-    """Returns the exit code."""
-    try:
-        given = json.load(sys.stdin)
-        config = build_config(given["config"])
-        for line in asyncio.run(check(config, build_source(config).prompt(0), given["code"])):
-            sys.stdout.write(f"{line}\n")
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    return 0
+def _check(given: Any) -> list[str]:
+    config = build_config(given["config"])
+    return asyncio.run(check(config, build_source(config).prompt(0), given["code"]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_check(_check))

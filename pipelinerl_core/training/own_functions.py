@@ -26,7 +26,7 @@ def load_own_functions(config: LossConfig, texts: Mapping[str, str | None]) -> N
             function, file = load(location, texts.get(key), "function")
             if not callable(function):
                 raise TypeError(f"{location} is not callable")
-        except Exception as error:  # noqa: BLE001 (any exception of the user's file)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (any exception of the user's file)
             raise ConfigError(f"{key}={location}: {failure_line(error)}") from None
         OWN[location] = _guarded(f"{key}={location}", function, file)
 
@@ -42,7 +42,7 @@ def _guarded(subject: str, function: Callable[..., Any], file: str) -> Callable[
             return function(*arguments, **options)
         except (torch.OutOfMemoryError, ConfigError):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(f"{subject}: {failure_line(error, file)}") from error
 
     return call

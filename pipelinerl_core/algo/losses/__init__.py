@@ -21,7 +21,7 @@ from pipelinerl_core.algo.losses.reinforce import reinforce
 from pipelinerl_core.algo.losses.sapo import sapo
 from pipelinerl_core.algo.losses.sequence_product import sequence_product
 from pipelinerl_core.algo.losses.terms import LossSums, TrainedTokens, select
-from pipelinerl_core.config.losses import LossConfig
+from pipelinerl_core.config.losses import CustomLoss, LossConfig
 
 __all__ = ["LOSSES", "LossSums", "TrainedTokens", "compute_loss", "select"]
 
@@ -57,7 +57,7 @@ def compute_loss(tokens: TrainedTokens, config: LossConfig) -> LossSums:
     """
     if config.sequence_ratio_max:
         tokens = tokens.without_far_sequences(config.sequence_ratio_max)
-    compute = LOSSES.get(config.kind, custom)
+    compute: Callable[..., LossSums] = custom if isinstance(config, CustomLoss) else LOSSES[config.kind]
     if config.negative_kl_max:
         kept = tokens.without_far_negatives(config.negative_kl_max)
         masked = (kept.loss_weights_M != tokens.loss_weights_M).sum()

@@ -1,6 +1,7 @@
 """A loss and advantages of the user's own: the same numbers as the built-in ones, and every mistake is one line."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import torch
 from pipelinerl_core.algo.losses import compute_loss
 from pipelinerl_core.algo.own import OWN
 from pipelinerl_core.batching.assemble import assemble_rows
+from pipelinerl_core.check_process import result_of
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.resolve import build_config, load_config
 from pipelinerl_core.tools.check_loss import check, random_tokens
@@ -143,11 +145,39 @@ def test_a_function_of_an_installed_module_is_loaded_without_a_file():
     assert OWN["math:prod"]([2, 3]) == 6
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise SystemExit(0)", "SystemExit: 0 (mine.py:4)"),
+        ("import os; os._exit(0)", "the check ended with code 0"),
+        ("print('x'); raise KeyError('y')", "KeyError: 'y' (mine.py:4)"),
+        ("tokens.loss_weights_M.mul_(2); return -tokens.trainer_logprobs_M", "changes loss_weights_M"),
+        ("terms = -tokens.trainer_logprobs_M; terms.sum().backward(); return terms * torch.inf", "not finite"),
+        ("terms = tokens.trainer_logprobs_M.exp(); terms.sum().backward(); return terms", "RuntimeError: Trying to"),
+        ("import atexit; atexit.register(print, 'bye'); return None", "returned NoneType"),
+    ],
+)
+def test_whatever_a_loss_does_the_check_tells_it(body, message):
+    given = {
+        "config": load_config("quickstart", ["loss.kind=custom", "loss.function=mine.py:loss"]).model_dump(
+            mode="json"
+        ),
+        "code": {"loss.function": f"import torch\n\ndef loss(tokens):\n    {body}\n"},
+    }
+    command = [sys.executable, "-m", "pipelinerl_core.tools.check_loss"]
+    ended = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, timeout=120, check=False)
+    with pytest.raises(ConfigError, match=rf"^loss\.function.*{re.escape(message)}"):
+        result_of("loss.function", ended.returncode, ended.stdout, ended.stderr)
+
+
 def test_the_check_ends_with_code_2_and_one_line():
     config = load_config("quickstart", ["loss.kind=custom", "loss.function=mine.py:loss"])
     given = {"config": config.model_dump(mode="json"), "code": {"loss.function": "def other(): pass"}}
     command = [sys.executable, "-m", "pipelinerl_core.tools.check_loss"]
     ended = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == "loss.function=mine.py:loss: no function loss there. Functions: other\n"
+    with pytest.raises(
+        ConfigError, match=r"^loss\.function=mine\.py:loss: no function loss there\. Functions: other$"
+    ):
+        result_of("loss.function", ended.returncode, ended.stdout, ended.stderr)
     assert build_config(given["config"]) == config

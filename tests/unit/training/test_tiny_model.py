@@ -14,7 +14,8 @@ PROMPT = [{"role": "user", "content": "4 + 5?"}]
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B", "Qwen/Qwen3-8B", "builtin:smollm2"])
-def test_model_and_tokenizer_load_and_fit_together(tmp_path, name):
+def test_model_and_tokenizer_load_and_fit_together(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("PIPELINERL_CACHE", str(tmp_path / "empty"))
     recipe = builtin_recipe(f"builtin:tiny?of={name}")
     build_tiny_model(recipe, tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
