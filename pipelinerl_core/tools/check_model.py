@@ -82,8 +82,10 @@ def _problem(check: Callable[[], object]) -> str:
 
 
 def _line(error: Exception) -> str:
-    text = " ".join(str(error).split())[:300].rstrip(".")
-    return text if isinstance(error, PipelineRLError) else f"{type(error).__name__}: {text}"
+    text = " ".join(str(error).split())
+    if isinstance(error, PipelineRLError):
+        return text
+    return f"{type(error).__name__}: {text.partition('. ')[0][:300].rstrip('.')}"
 
 
 def _check(given: Any) -> list[str]:

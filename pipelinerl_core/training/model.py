@@ -35,8 +35,6 @@ class ModelDimensions:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_positions: int
-    """Longest sequence the model was made for."""
 
 
 def load_model(
@@ -136,7 +134,6 @@ def model_dimensions(model: Any) -> ModelDimensions:
         num_heads=config.num_attention_heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        max_positions=config.max_position_embeddings,
     )
 
 

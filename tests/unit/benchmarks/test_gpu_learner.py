@@ -10,7 +10,6 @@ from pipelinerl_core.training.model import ModelDimensions, prepare_model
 
 DIMENSIONS = ModelDimensions(
     num_parameters=1000, vocab_size=10, hidden_size=8, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=3,
-    max_positions=64,
 )  # fmt: skip
 
 
