@@ -55,10 +55,10 @@ class _Loss(Section):
     """Multiply the KL term of each token by its importance ratio, which makes the gradient of the term unbiased on
     stale rollouts (DeepSeek-V3.2). Set with a KL term and a high lag."""
     ref_model: str = ""
-    """Directory of the reference model, which must have the vocabulary of the trained model; empty: the starting
+    """The reference model, as model.path takes it, with the vocabulary of the trained model; empty: the starting
     weights of the run."""
     teacher: str = ""
-    """On-policy distillation: directory of a teacher model, which must have the vocabulary of the trained model;
+    """On-policy distillation: a teacher model, as model.path takes it, with the vocabulary of the trained model;
     empty: none. A token's advantage gets teacher_coefficient * (teacher log-probability - trainer log-probability).
     """
     teacher_coefficient: float = Field(1.0, gt=0)

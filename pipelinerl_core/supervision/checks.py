@@ -118,23 +118,27 @@ def check_model(config: RunConfig) -> None:
     """The model is a directory with a config.json; a missing built-in model is built, a model of the hub
     downloaded."""
     path = config.model.path
-    if is_hub_model(path):
-        download(path)
-    directory = resolve_model_path(path)
-    if directory is None and builtin_recipe(path) is not None:
-        prepare_model(path)
-    elif directory is None:
+    directory = obtain(path)
+    if directory is None:
         raise ConfigError(
             f"model.path={path}: no such directory. Set the directory or the hub name (org/name) of a Hugging Face "
             "model, or builtin:sums"
         )
-    elif not (directory / "config.json").is_file():
+    if not (directory / "config.json").is_file():
         raise ConfigError(
             f"model.path={path}: has no config.json. Set a Hugging Face model directory, or builtin:sums"
         )
-    else:
-        check_context(config, directory)
+    check_context(config, directory)
     check_references(config)
+
+
+def obtain(path: str) -> Path | None:
+    """The directory of a model: a missing built-in model is built, a model of the hub downloaded; None: not there."""
+    if is_hub_model(path):
+        download(path)
+    elif builtin_recipe(path) is not None and resolve_model_path(path) is None:
+        prepare_model(path)
+    return resolve_model_path(path)
 
 
 def check_architecture(config: RunConfig) -> None:
@@ -149,14 +153,14 @@ def check_references(config: RunConfig) -> None:
     """Reference model and teacher exist and have the vocabulary of the trained model."""
     for name, path in (("ref_model", config.loss.ref_model), ("teacher", config.loss.teacher)):
         if path:
-            _check_reference(f"loss.{name}={path}", Path(path), resolve_model_path(config.model.path))
+            _check_reference(f"loss.{name}={path}", obtain(path), resolve_model_path(config.model.path))
 
 
-def _check_reference(setting: str, directory: Path, own: Path | None) -> None:
+def _check_reference(setting: str, directory: Path | None, own: Path | None) -> None:
     sizes = [_vocabulary(path) for path in (directory, own)]
     if sizes[0] is None:
         raise ConfigError(
-            f"{setting}: no Hugging Face model there. Set the directory of a downloaded or exported model"
+            f"{setting}: no Hugging Face model there. Set the directory or the hub name of a model, or builtin:sums"
         )
     if sizes[0] != sizes[1]:
         raise ConfigError(

@@ -217,7 +217,9 @@ def _load(config: RunConfig, device: torch.device, ranks: Ranks) -> _Loaded:
     reference = _reference(config, path, model) if config.loss.kl_coefficient else None
     teacher = None
     if config.loss.teacher:
-        teacher = load_reference(config.loss.teacher, model, config.learner.attention, key="loss.teacher")
+        teacher = load_reference(
+            require_model(config.loss.teacher), model, config.learner.attention, key="loss.teacher"
+        )
     if config.learner.lora_rank:
         add_adapters(model, config.learner, config.seed)
     if config.checkpoints_activations(device.type):
@@ -242,4 +244,5 @@ def _reference(config: RunConfig, path: Path | str, model: object) -> object:
     # The base model stays unchanged beside adapters, so it is the reference, unless ZeRO 3 partitions its weights.
     if config.learner.lora_rank and not config.loss.ref_model and config.learner.zero_stage < 3:
         return share_frozen(model)
-    return load_reference(config.loss.ref_model or path, model, config.learner.attention)
+    path = require_model(config.loss.ref_model) if config.loss.ref_model else path
+    return load_reference(path, model, config.learner.attention)

@@ -409,3 +409,17 @@ def test_a_packaged_model_whose_package_is_missing_is_refused_in_one_line_and_no
         checks.check_model(config("model.path=builtin:smollm2"))
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "cache").exists()
+
+
+def test_reference_and_teacher_are_named_as_the_trained_model_is(tmp_path, monkeypatch):
+    built, downloaded = [], []
+    monkeypatch.setenv("PIPELINERL_CACHE", str(tmp_path))
+    monkeypatch.setattr(checks, "prepare_model", built.append)
+    monkeypatch.setattr(checks, "download", downloaded.append)
+    keys = ["loss.kl_coefficient=0.1", "loss.ref_model=builtin:sums?seed=3", "loss.teacher=org/teacher"]
+    with pytest.raises(ConfigError, match=r"ref_model=builtin:sums\?seed=3: no Hugging Face model there"):
+        checks.check_references(load_config("quickstart", keys))
+    assert (built, downloaded) == (["builtin:sums?seed=3"], [])
+    with pytest.raises(ConfigError, match="teacher=org/teacher: no Hugging Face model there"):
+        checks.check_references(load_config("quickstart", keys[2:]))
+    assert downloaded == ["org/teacher"]
