@@ -4,6 +4,7 @@ checked.
 The code of a file arrives as text, because actors on other hosts use the copy that is stored with the run.
 """
 
+import ast
 import inspect
 import math
 import os
@@ -11,6 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from numbers import Rational, Real
 from pathlib import Path
@@ -69,7 +71,24 @@ def _executed(file_name: str, code: str) -> ModuleType:
             f"{file_name} imports {error.name}, which is not installed. The run stores {file_name} alone: install "
             "other modules on every host of the run"
         ) from None
+    _import_inner(code)
     return module
+
+
+def _import_inner(code: str) -> None:
+    """Import what functions of a file import: a process that is sealed afterwards cannot load large libraries.
+
+    A module that cannot be imported is left to the function, which may do without it.
+    """
+    for node in ast.walk(ast.parse(code)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            with suppress(Exception):  # any exception of the module
+                import_module(name)
 
 
 # ---- failures ----------------------------------------------------------------------------------------------------

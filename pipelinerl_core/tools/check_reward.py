@@ -46,10 +46,7 @@ async def check(config: RunConfig, prompt: Prompt, code: str | None) -> list[str
 
 _HINTS = (
     (r"can't start new thread", "The function may start no threads, unless reward.network=true"),
-    (
-        r"Permission denied: '|/dev/urandom|SystemError",
-        "Import modules and read files outside of the function, where the file is loaded",
-    ),
+    (r"Permission denied: '", "Read files outside of the function, where the file is loaded"),
     (r"not permitted: '|usable temporary directory", "The function may write no files; keep the data in memory"),
     (r"KeyError", "If the function needs a variable, name it in reward.environment"),
 )

@@ -119,6 +119,15 @@ def test_a_file_that_imports_pandas_can_be_isolated(configured, tmp_path):
     assert scores(configured("frames.py:score"), "") == [3.0]
 
 
+def test_what_a_function_imports_is_imported_before_the_isolation(configured, tmp_path):
+    (tmp_path / "inner.py").write_text(
+        "def score(text):\n    import torch\n    from xml.dom import minidom\n"
+        "    try:\n        import nowhere\n    except ImportError:\n        pass\n"
+        "    return float(torch.ones(3).sum()) + (minidom is None)\n"
+    )
+    assert check_reward(configured("inner.py:score")) == []
+
+
 @pytest.mark.skipif(bool(isolation.missing()), reason=f"this host has no {' and no '.join(isolation.missing())}")
 def test_a_file_that_starts_a_thread_is_refused_with_the_name_of_the_thread(configured, tmp_path):
     code = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
@@ -132,7 +141,7 @@ def test_a_file_that_starts_a_thread_is_refused_with_the_name_of_the_thread(conf
 def test_a_function_that_reads_a_file_is_told_where_to_read(configured):
     warning, _ = check_reward(configured("mine.py:opens"))
     assert "Permission denied: 'rows.jsonl'" in warning
-    assert warning.endswith("Import modules and read files outside of the function, where the file is loaded")
+    assert warning.endswith("Read files outside of the function, where the file is loaded")
 
 
 REFUSED = {
@@ -141,7 +150,6 @@ REFUSED = {
     "import urllib.request\n    urllib.request.urlopen('http://127.0.0.1:9/')": "set reward.network=true",
     "open('/tmp/own.txt', 'w')": "may write no files",
     "import tempfile\n    tempfile.TemporaryFile()": "may write no files",
-    "import torch": "Import modules",
     "import os\n    os.environ['NOWHERE']": "name it in reward.environment",
 }
 
