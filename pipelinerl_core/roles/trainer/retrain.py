@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pipelinerl_core.algo.adapters import Adapters
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data.codec import decode_batch, from_segment
-from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject, StoreError
+from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject, StoreError, StoreUnavailable
 from pipelinerl_core.interfaces import Learner, ObjectStore
 from pipelinerl_core.roles.runtime.device import model_device
 from pipelinerl_core.run.history import read_commit, read_epochs
@@ -85,12 +85,17 @@ def _checkpoints(store: ObjectStore, commits: Mapping[int, str], step: int) -> I
 
 
 def restore(store: ObjectStore, learner: Learner, commits: dict[int, str], step: int) -> None:
-    """Load the newest intact checkpoint at or before `step`. Raises ConfigError if there is none."""
+    """Load the newest intact checkpoint at or before `step`.
+
+    Raises ConfigError if there is none, StoreUnavailable if the store does not answer.
+    """
     for reference in _checkpoints(store, commits, step):
         try:
             tensors, values = load_checkpoint(store, reference.step, reference.epoch)
         except MissingObject:
             continue  # pruned
+        except StoreUnavailable:
+            raise  # another start may read the checkpoint
         except StoreError as error:
             logger.error("checkpoint of step %d left out, an older checkpoint is tried: %s", reference.step, error)
             continue
@@ -107,6 +112,8 @@ def _check_base(store: ObjectStore, learner: Learner, commits: dict[int, str]) -
         return
     try:
         recorded = WeightSubscriber(store).read(first)
+    except StoreUnavailable:
+        raise
     except StoreError as error:
         logger.error("version %d left out, so the base model is not compared: %s", first.version, error)
         return

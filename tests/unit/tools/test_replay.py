@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from pipelinerl_core.errors import ConfigError, MissingObject
+from pipelinerl_core.errors import ConfigError, MissingObject, StoreUnavailable
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.trainer import retrain
 from pipelinerl_core.roles.trainer.retrain import inexact_steps, replay_steps, restore
@@ -67,6 +67,22 @@ def test_a_damaged_checkpoint_costs_a_longer_replay_and_no_more(run, caplog):
     store.put(f"checkpoints/00000000.{EPOCH}/manifest.json", b"{")
     with pytest.raises(ConfigError, match="no intact checkpoint at or before step 5"):
         restored(run)
+
+
+def test_a_store_that_does_not_answer_is_no_damaged_checkpoint(run, monkeypatch):
+    """Seed 1215 of the simulation: the trainer gave up with exit code 2, although its checkpoint was intact."""
+    get = run[0].get
+
+    def fails(key):
+        if key.startswith("checkpoints/00000004"):
+            raise StoreUnavailable("timed out")
+        return get(key)
+
+    monkeypatch.setattr(run[0], "get", fails)
+    with pytest.raises(StoreUnavailable):
+        restored(run)
+    monkeypatch.undo()
+    assert restored(run) == 4
 
 
 def test_steps_of_another_arithmetic_and_all_steps_of_a_gpu_are_close_at_best(run, monkeypatch):
