@@ -14,7 +14,7 @@ from pipelinerl_core.errors import ConfigError
 REFUSED = "refused: "
 """Before the reason, in a line of stderr."""
 DONE = "checked"
-"""The last line of stdout of a check that has reached its end."""
+"""The line after the lines of a check that has reached its end."""
 
 
 def run_check(check: Callable[[Any], Iterable[str]]) -> int:
@@ -35,8 +35,8 @@ def result_of(subject: str, code: int, stdout: str, stderr: str) -> list[str]:
     subject: what is checked, for the message.
     """
     lines = stdout.splitlines()
-    if code == 0 and lines and lines[-1] == DONE:
-        return lines[:-1]
+    if code == 0 and DONE in lines:  # exit handlers of libraries may write lines after it
+        return lines[: lines.index(DONE)]
     errors = [line for line in stderr.splitlines() if line.strip()]
     reasons = [line.removeprefix(REFUSED) for line in errors if line.startswith(REFUSED)]
     if code == 2 and reasons:

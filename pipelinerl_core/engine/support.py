@@ -17,7 +17,7 @@ _TOLERANCE = 1e-3
 
 
 def _embedded(model: Any) -> None:
-    """Decode a sequence in a slot. Raises EngineError if the logits are not those of the model's own forward."""
+    """Decode a sequence in a slot. Raises EngineError if the logits differ from a plain forward of the model."""
     from pipelinerl_core.engine.embedded.decoder import SlotDecoder
 
     with torch.inference_mode():

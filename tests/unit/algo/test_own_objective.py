@@ -170,6 +170,10 @@ def test_whatever_a_loss_does_the_check_tells_it(body, message):
         result_of("loss.function", ended.returncode, ended.stdout, ended.stderr)
 
 
+def test_a_line_after_the_end_of_a_check_changes_nothing():
+    assert result_of("loss.function", 0, "a fact\nchecked\ngoodbye\n", "") == ["a fact"]
+
+
 def test_the_check_ends_with_code_2_and_one_line():
     config = load_config("quickstart", ["loss.kind=custom", "loss.function=mine.py:loss"])
     given = {"config": config.model_dump(mode="json"), "code": {"loss.function": "def other(): pass"}}
