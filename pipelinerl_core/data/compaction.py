@@ -31,9 +31,7 @@ from pipelinerl_core.run.compacted import StepRange, list_commits, read_range
 from pipelinerl_core.run.reading import list_keys
 from pipelinerl_core.run.records import (
     COMPACTED_ROLLOUTS_PREFIX,
-    RETIRED_PREFIX,
     Commit,
-    parse_retired_key,
     rollout_key,
 )
 from pipelinerl_core.types import GroupKey
@@ -189,19 +187,12 @@ class _Segments:
                 yield _as_rows(conform(batch, ROLLOUT_SCHEMA), commit.step, fate.fate)
 
     def delete_decided(self, commit: Commit, unwritten: Set[GroupKey]) -> None:
-        """Delete the segments in which every group is decided as of a commit and none is `unwritten`.
-
-        The newest segment of an actor life that may return stays: its name keeps later lives of the actor newer.
-        """
-        retired = {parse_retired_key(key) for key in list_keys(self._store, RETIRED_PREFIX)}
-        newest = {(name.actor, name.epoch): name for name in sorted(self._groups_in)}
-        kept = {name for life, name in newest.items() if life not in retired}
+        """Delete the segments in which every group is decided as of a commit and none is `unwritten`."""
         is_open = set(commit.open_groups)
         decided = [
             name
             for name, groups in self._groups_in.items()
-            if name not in kept
-            and groups.isdisjoint(unwritten)
+            if groups.isdisjoint(unwritten)
             and all(group_id < commit.next_group_id and group_id not in is_open for group_id, _ in groups)
         ]
         self._store.delete([rollout_key(*name) for name in decided])

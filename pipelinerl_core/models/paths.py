@@ -19,7 +19,7 @@ from pipelinerl_core.models.recipes import (
     TinyModel,
     model_directory,
 )
-from pipelinerl_core.models.shapes import KNOWN_MODELS, shape_of
+from pipelinerl_core.models.shapes import KNOWN_MODELS, context_of, shape_of
 from pipelinerl_core.models.tiny import shrunk
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -86,10 +86,25 @@ def model_config_of(path: str) -> Mapping[str, Any] | None:
     if directory is None:
         return KNOWN_MODELS.get(re.split("[@?]", path)[0])  # without revision or seed
     try:
-        entries: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_model_config(directory)
+    except ConfigError:
         return None
+
+
+def read_model_config(directory: Path) -> dict[str, Any]:
+    """config.json of a model directory. Raises ConfigError."""
+    try:
+        entries = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={directory}: its config.json cannot be read: {error}") from None
+    if not isinstance(entries, dict):
+        raise ConfigError(f"model.path={directory}: its config.json is no JSON object")
     return entries
+
+
+def within_context(directory: Path, num_tokens: int) -> int:
+    """num_tokens, or the context of the model if that is shorter. Raises ConfigError."""
+    return min(num_tokens, context_of(read_model_config(directory)) or num_tokens)
 
 
 def _tiny_recipe(of: str) -> TinyModel:

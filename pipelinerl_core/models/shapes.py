@@ -101,6 +101,13 @@ def name_in(config: Mapping[str, Any], entry: str) -> str:
     return next((name for name in (entry, *OTHER_NAMES[entry]) if config.get(name) is not None), entry)
 
 
+def context_of(config: Mapping[str, Any]) -> int | None:
+    """Tokens of the model's context, prompt included, in a config.json; None: the entry is missing."""
+    text = config.get("text_config", config)
+    context = text.get(name_in(text, "max_position_embeddings"))
+    return context if isinstance(context, int) else None
+
+
 def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
     """The shape in a config.json; None if entries of a decoder are missing."""
     text = config.get("text_config", config)  # models with images keep the decoder's entries there

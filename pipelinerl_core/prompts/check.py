@@ -14,7 +14,7 @@ from pipelinerl_core.config.mixture import naming
 from pipelinerl_core.config.prompts import SumsPrompts
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import PromptSource
-from pipelinerl_core.models.paths import resolve_model_path
+from pipelinerl_core.models.paths import resolve_model_path, within_context
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts import encode_prompt
 from pipelinerl_core.prompts.chat import prompt_as_text
@@ -91,7 +91,7 @@ def _check_part(config: RunConfig, source: PromptSource) -> list[str]:
     if directory is None or is_known_to_fit or config.environment.path:  # an environment writes its own messages
         return lines
     tokenizer = load_tokenizer(directory)
-    return [*lines, lengths_line(config, source, tokenizer), _first_line(config, source, tokenizer)]
+    return [*lines, lengths_line(config, source, directory, tokenizer), _first_line(config, source, tokenizer)]
 
 
 def _first_line(config: RunConfig, source: PromptSource, tokenizer: Any) -> str:
@@ -117,28 +117,26 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
 
 
-def lengths_line(config: RunConfig, source: PromptSource, tokenizer: Any) -> str:
+def lengths_line(config: RunConfig, source: PromptSource, directory: Path, tokenizer: Any) -> str:
     """Median, 95th percentile and largest number of tokens. Raises ConfigError if no prompt can be used."""
     count = min(source.num_training, MAX_MEASURED) if isinstance(source, TableSource) else GENERATED_MEASURED
     prompts = (source.prompt(index) for index in range(count))
     settings = config.model.chat_template, config.prompts.system, config.prompts.control_tokens
     lengths = [len(encode_prompt(prompt, tokenizer, *settings)) for prompt in prompts]
-    limit = config.rollouts.max_prompt_tokens
+    longest, completion = max(lengths), config.rollouts.max_tokens
+    limit, name = config.rollouts.max_prompt_tokens, f"rollouts.max_prompt_tokens={config.rollouts.max_prompt_tokens}"
+    remedy = f"rollouts.max_prompt_tokens={longest} admits all"
+    context = within_context(directory, limit + completion)
+    if context < limit + completion:
+        limit, name = context - completion, f"the context of the model less rollouts.max_tokens={completion}"
+        remedy = f"rollouts.max_tokens={context - longest} admits all" if longest < context else "Shorten the prompts"
+    figures = f"median {np.median(lengths):.0f}, 95th percentile {np.percentile(lengths, 95):.0f}, longest {longest}"
     num_long = sum(length > limit for length in lengths)
-    figures = (
-        f"median {np.median(lengths):.0f}, 95th percentile {np.percentile(lengths, 95):.0f}, longest {max(lengths)}"
-    )
     if num_long == count:
-        raise ConfigError(
-            f"rollouts.max_prompt_tokens={limit}: all of the first {count:,} prompts are longer ({figures} tokens). "
-            f"Set rollouts.max_prompt_tokens to {max(lengths)}"
-        )
+        raise ConfigError(f"all of the first {count:,} prompts are longer ({figures} tokens) than {name}. {remedy}")
     line = f"tokens of the first {count:,} prompts: {figures}"
     if num_long:
-        line += (
-            f"; {num_long:,} are longer than rollouts.max_prompt_tokens={limit}, fail and are not trained on. "
-            f"rollouts.max_prompt_tokens={max(lengths)} admits all"
-        )
+        line += f"; {num_long:,} are longer than {name}, fail and are not trained on. {remedy}"
     return line
 
 

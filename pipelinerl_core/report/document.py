@@ -248,7 +248,7 @@ def _seconds(facts: RunFacts, commits: list[Commit]) -> dict[str, float]:
     evaluation = 0.0
     if 0 in facts.evals and len(commits) > 1:  # actors start after the first evaluation
         loaded, reserved = commits[0].committed_at, commits[1].reserved_at
-        # The epoch of an actor is the Unix time of its start (`next_epoch`). The epoch of a trainer is a counter.
+        # The epoch of an actor is the Unix time of its start (`take_life`). The epoch of a trainer is a counter.
         starts = [epoch for key in commits[1].actors if loaded <= (epoch := int(key.rpartition("/")[2])) <= reserved]
         evaluation = min(starts, default=min(loaded + facts.evals[0].seconds, reserved)) - loaded
     down = utilization.down_seconds(commits)

@@ -51,6 +51,7 @@ REPORT_HTML_KEY = "report.html"
 WEIGHTS_TABLE_KEY = "weights.parquet"
 ROLES_PREFIX = "roles"
 EVALS_PREFIX = "evals"
+LIVES_PREFIX = "lives"
 RETIRED_PREFIX = "retired"
 COMMITS_PREFIX = "commits"
 COMPACTED_COMMITS_PREFIX = "compacted/commits"
@@ -77,6 +78,7 @@ KEY_PATTERNS: Mapping[str, re.Pattern[str]] = MappingProxyType(
             "epochs": rf"{_N6}\.json",
             "rollouts": rf"{_OF_LIFE}/{_N8}\.arrow",
             "partials": rf"{_OF_LIFE}/{_N8}\.arrow",
+            LIVES_PREFIX: _OF_LIFE,
             RETIRED_PREFIX: _OF_LIFE,
             "batches": rf"{_OF_STEP}/{_N4}\.arrow",
             QUARANTINED_PREFIX: rf"{_OF_STEP}/{_N4}\.arrow",
@@ -112,6 +114,11 @@ def epoch_key(epoch: int) -> str:
 def rollout_key(actor: str, epoch: int, seq: int) -> str:
     """Segment of finished groups; one writer per (actor, epoch)."""
     return f"rollouts/{actor}/{epoch:06d}/{seq:08d}.arrow"
+
+
+def life_key(actor: str, epoch: int) -> str:
+    """Object that makes one process the owner of an actor epoch."""
+    return f"{LIVES_PREFIX}/{actor}/{epoch:06d}"
 
 
 def retired_key(actor: str, epoch: int) -> str:

@@ -4,10 +4,12 @@ import json
 import os
 import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,8 +26,9 @@ from pipelinerl_core.config.mlflow_login import LOGIN_VARIABLES, split_login
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.host import own_cores
 from pipelinerl_core.models.hub import is_hub_model
-from pipelinerl_core.models.paths import builtin_recipe, resolve_model_path
+from pipelinerl_core.models.paths import builtin_recipe, read_model_config, resolve_model_path
 from pipelinerl_core.models.recipes import PackagedModel, TinyModel, packaged_file
+from pipelinerl_core.models.shapes import context_of
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.locate import SHARED_MEMORY, local_directory
 from pipelinerl_core.run.user_code import local_code, read_local, stored_code
@@ -62,12 +65,9 @@ def check_packages(config: RunConfig) -> None:
 
 def check_context(config: RunConfig, directory: Path) -> None:
     """The model's context must hold a completion of max_tokens and a prompt of at least one token."""
-    try:
-        limit = json.loads((directory / "config.json").read_text()).get("max_position_embeddings")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={config.model.path}: its config.json cannot be read: {error}") from None
+    limit = context_of(read_model_config(directory))
     for key, longest in (("rollouts", config.rollouts.max_tokens), ("eval", config.eval.max_tokens)):
-        if isinstance(limit, int) and longest >= limit:
+        if limit is not None and longest >= limit:
             raise ConfigError(
                 f"{key}.max_tokens={longest}: the context of the model has {limit} tokens, "
                 f"prompt included. Set {key}.max_tokens below {limit}"
@@ -302,7 +302,6 @@ def _check_in_child(subject: str, module: str, given: Mapping[str, Any], seconds
 
 
 _SQLITE = "sqlite:///"
-_SQLITE_HEADER = b"SQLite format 3\0"
 _LOGINS = {"tracking.mlflow_uri": " and ".join(LOGIN_VARIABLES), "PREFECT_API_URL": "PREFECT_API_AUTH_STRING"}
 """Setting of a server -> the environment variables of its login."""
 
@@ -347,17 +346,16 @@ def check_mlflow(uri: str) -> None:
 
 def _check_database(uri: str, path: Path) -> None:
     """A file that exists is a database of SQLite; MLflow creates a file that does not exist."""
-    try:
-        with path.open("rb") as file:
-            beginning = file.read(len(_SQLITE_HEADER))
-    except FileNotFoundError:
+    if not path.exists():
         return
-    except OSError as error:
-        raise ConfigError(f"tracking.mlflow_uri={uri}: {path} cannot be read: {error.strerror}") from None
-    if beginning and beginning != _SQLITE_HEADER:
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            database.execute("select count(*) from sqlite_master")
+    except sqlite3.Error as error:
         raise ConfigError(
-            f"tracking.mlflow_uri={uri}: {path} is no SQLite database. Name another file, or remove this file"
-        )
+            f"tracking.mlflow_uri={uri}: {path} is no SQLite database ({error}). Name another file, or remove "
+            "this file"
+        ) from None
 
 
 def check_hub_address(config: RunConfig) -> None:

@@ -32,12 +32,14 @@ def check(config: RunConfig) -> None:
     """Raise ConfigError, one line, if a role cannot compute the architecture of model.path."""
     path = config.model.path
     recipe = builtin_recipe(path)
-    entries: Mapping[str, Any]
+    entries: Mapping[str, Any] | None
     if isinstance(recipe, TinyModel):
         path, entries = path.removeprefix(TINY_PREFIX), recipe.settings
     else:
-        entries = model_config_of(path) or (hub_config(path) if is_hub_model(path) else None) or {}
-    if not entries:
+        entries = model_config_of(path)
+        if entries is None and is_hub_model(path):
+            entries = hub_config(path)
+    if entries is None:
         return  # no such model, which another check tells
     for role, problem in problems(entries, config.engine.kind).items():
         if problem:

@@ -163,7 +163,7 @@ class Simulation:
         context, name = self.context(own), own.name
 
         async def run() -> None:
-            epoch = actor_main.next_epoch(context.store, name)
+            epoch = actor_main.take_life(context.store, name)
             engine = ScriptedEngine(self.config.engine.concurrency)
             segments = SegmentWriter(
                 context.store, actor=name, epoch=epoch, run_id="run", max_seconds=self.config.store.segment_seconds,

@@ -25,6 +25,8 @@ class Disk:
         """Objects that a fault has damaged."""
         self.removed: dict[str, bytes] = {}
         """Segments that were deleted."""
+        self.written: dict[str, int] = {}
+        """Key -> number of the request that wrote the object."""
         self.num_requests = 0
 
 
@@ -44,6 +46,7 @@ class SimulatedStore:
             self._answer("put")
             raise FileExistsError(f"{self.url}/{key} exists already")
         objects[key] = bytes(data)
+        self.disk.written[key] = self.disk.num_requests
         self._answer("put")
 
     def get(self, key: str) -> bytes:

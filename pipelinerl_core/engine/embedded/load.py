@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.errors import EngineError
+from pipelinerl_core.models.paths import within_context
 
 
 def load_engine(
@@ -23,8 +24,9 @@ def load_engine(
 ) -> EmbeddedEngine:
     """The embedded engine on a model directory (config.json and safetensors), without any network access.
 
-    Slots, dtype, KV policy and completion length come from `config`; a slot holds max_prompt_tokens + max_tokens.
-    eos_token_ids default to the end tokens of the model's generation configuration. Raises EngineError.
+    Slots, dtype, KV policy and completion length come from `config`; a slot holds max_prompt_tokens + max_tokens, or
+    the context of the model if that is shorter. eos_token_ids default to the end tokens of the model's generation
+    configuration. Raises EngineError, and ConfigError for a config.json that cannot be read.
     """
     if not Path(path).is_dir():
         raise EngineError(f"{path}: no such model directory")
@@ -33,7 +35,7 @@ def load_engine(
     return EmbeddedEngine(
         model.to(device),
         slots=config.engine.concurrency,
-        max_len=max_prompt_tokens + config.longest_completion,
+        max_len=within_context(Path(path), max_prompt_tokens + config.longest_completion),
         eos_token_ids=_eos_of(model) if eos_token_ids is None else eos_token_ids,
         weight_version=weight_version,
         kv=config.engine.kv,

@@ -1,7 +1,6 @@
 """vLLM as the engine of a run, from a model directory."""
 
 import hashlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from pipelinerl_core.config.engines import VllmConfig
 from pipelinerl_core.engine.vllm.core import CoreSettings, VLLMCore
 from pipelinerl_core.engine.vllm.engine import VLLMEngine
 from pipelinerl_core.engine.vllm.weights import StagedWeights
-from pipelinerl_core.errors import EngineError
+from pipelinerl_core.models.paths import read_model_config, within_context
 
 _GIB = 2**30
 _SHARES = {False: 0.9, True: 0.4}
@@ -37,8 +36,8 @@ async def start_vllm_engine(
     staging: see `StagedWeights`.
     """
     directory = Path(path)
-    model = model_config(directory)
-    max_len = max_prompt_tokens + config.longest_completion
+    model = read_model_config(directory)
+    max_len = within_context(directory, max_prompt_tokens + config.longest_completion)
     core = VLLMCore(core_settings(directory, config, max_len=max_len, name=name))
     await core.start()
     engine = VLLMEngine(
@@ -53,15 +52,6 @@ async def start_vllm_engine(
     )
     await engine.open()
     return engine
-
-
-def model_config(directory: Path) -> dict[str, Any]:
-    """config.json of a model directory. Raises EngineError if the file is missing."""
-    try:
-        config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except OSError:
-        raise EngineError(f"{directory}: no such model directory") from None
-    return config
 
 
 def core_settings(directory: Path, config: RunConfig, *, max_len: int, name: str) -> CoreSettings:

@@ -30,27 +30,32 @@ from pipelinerl_core.roles.runtime.token_digests import token_digests
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.history import is_complete
 from pipelinerl_core.run.reading import list_keys
-from pipelinerl_core.run.records import RETIRED_PREFIX
+from pipelinerl_core.run.records import LIVES_PREFIX, life_key
 from pipelinerl_core.run.user_code import stored_code
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 
-def next_epoch(store: ObjectStore, name: str) -> int:
-    """An epoch above every epoch of this actor name in the store: the Unix time, or the largest stored epoch + 1.
+def take_life(store: ObjectStore, name: str) -> int:
+    """Create the object of a new life of an actor, and return the epoch of the life.
 
-    The Unix time alone is not enough: the clock may have been set back, or may be ahead on the host of an earlier
-    actor of this name. The hub fences an actor whose epoch is not the newest. Two starts within one second cannot
-    happen, because an actor takes seconds to start.
+    The epoch is the Unix time, or the largest epoch of the actor + 1: the clock may have been set back, or may be
+    ahead on the host of an earlier life. No two lives share an epoch, although two processes start at the same time.
+    The hub fences an actor whose epoch is not the newest.
     """
-    keys = [
-        key for prefix in ("rollouts", "partials", RETIRED_PREFIX) for key in list_keys(store, f"{prefix}/{name}")
-    ]
-    return max(int(time.time()), *(int(key.split("/")[2]) + 1 for key in keys), 0)
+    epochs = [int(key.rpartition("/")[2]) for key in list_keys(store, f"{LIVES_PREFIX}/{name}")]
+    epoch = max(int(time.time()), *(epoch + 1 for epoch in epochs), 0)
+    while True:
+        try:
+            store.put(life_key(name, epoch), b"", create_only=True)
+        except FileExistsError:
+            epoch += 1
+            continue
+        return epoch
 
 
 async def run_actor(context: RunContext, name: str, stop: threading.Event, monitor: RoleMonitor) -> None:
     """Build the parts of an actor and run it."""
-    epoch = next_epoch(context.store, name)
+    epoch = take_life(context.store, name)
     # Before the engine, which takes minutes to load: may raise ConfigError.
     tasks = {part: await _open_task(context, part, monitor) for part in context.config.parts}
     engine = await open_engine(context.config, run_id=context.run_id, name=name, epoch=epoch)

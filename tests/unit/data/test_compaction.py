@@ -13,7 +13,7 @@ from pipelinerl_core.messages import FateRecord
 from pipelinerl_core.report.facts import collect
 from pipelinerl_core.run import compaction
 from pipelinerl_core.run.compacted import StepRange
-from pipelinerl_core.run.records import batch_key, retired_key, rollout_key
+from pipelinerl_core.run.records import batch_key, rollout_key
 from tests.builders import put_commit, put_epoch, put_run, small_config
 from tests.counting_store import CountingStore
 from tests.fakes import MemoryStore
@@ -100,17 +100,11 @@ def test_the_rows_are_those_of_the_batches_and_the_dropped_group(run):
     assert dropped["advantage"].null_count == 2
 
 
-def test_segments_whose_groups_are_all_decided_go_and_the_newest_of_a_life_stays(run):
+def test_segments_whose_groups_are_all_decided_go(run):
     put_segment(run, 0, group(1), group(9_999))  # group 9,999 is undecided
     put_segment(run, 5, group(2), epoch=7)
     compact_rollouts(run)
-    assert segments(run) == [0, 16, 17, 18, 19, 20, 21, 5]
-    run.put(retired_key("actor-0", 7), b"")
-    for step in range(STEPS + 1, STEPS + 8):
-        put_step(run, step)
-    compaction.compact_commits(run)
-    compact_rollouts(run)
-    assert segments(run) == [0, 24, 25, 26, 27]
+    assert segments(run) == [0, 16, 17, 18, 19, 20, 21]
 
 
 def test_a_second_call_does_nothing_and_reads_no_segment(run):

@@ -15,6 +15,7 @@ from pipelinerl_core.training.warm_start import build_tokenizer
 @pytest.fixture
 def model(tmp_path):
     build_tokenizer(string.printable).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 400}')
     return tmp_path / "model"
 
 
@@ -85,6 +86,14 @@ def test_prompts_beyond_the_limit_are_counted_and_the_limit_that_admits_all_is_n
     )
 
 
+def test_a_short_context_leaves_less_room_for_prompts(tmp_path, model):
+    measured = lines(tmp_path, model, [10, 90] * 25, rollouts={"max_tokens": 350})[-2]
+    assert measured.endswith(
+        "the context of the model less rollouts.max_tokens=350, fail and are not trained on. "
+        "rollouts.max_tokens=310 admits all"
+    )
+
+
 def test_a_template_that_trims_is_not_said_to_change_the_text(tmp_path, model):
     with_template(model, "{{ messages[0]['content'] | trim }}:")
     shown = lines(tmp_path, model, [1] * 50, model={"chat_template": True}, prompts={"template": "  {prompt} "})[-1]
@@ -112,7 +121,7 @@ def test_without_the_model_only_the_rows_are_counted(tmp_path):
     [
         (
             {"rollouts": {"max_prompt_tokens": 8}},
-            r"max_prompt_tokens=8: all of .* are longer .*max_prompt_tokens to 10",
+            r"all of .* are longer .* than .*max_prompt_tokens=8\. .*max_prompt_tokens=10 admits all",
         ),
         ({"model": {"chat_template": True}}, "the tokenizer of model.path has no chat template"),
         ({"prompts": {"template": "{prompt} \N{SNOWMAN}"}}, "the tokenizer of model.path cannot encode"),

@@ -10,7 +10,7 @@ import pytest
 from pipelinerl_core.data.codec import encode_rollouts, to_segment
 from pipelinerl_core.errors import BrokenRecord, MissingObject, StoreError
 from pipelinerl_core.report.live_view import run_status
-from pipelinerl_core.roles.actor.main import next_epoch
+from pipelinerl_core.roles.actor.main import take_life
 from pipelinerl_core.roles.hub.recovery import read_stored_state
 from pipelinerl_core.roles.trainer.retrain import restore
 from pipelinerl_core.run import commits as commits_module
@@ -278,7 +278,7 @@ def resume(store):
 
 
 def start_actor(store):
-    assert next_epoch(store, "actor-3") >= 2
+    assert take_life(store, "actor-3") >= 2
 
 
 @pytest.mark.parametrize(

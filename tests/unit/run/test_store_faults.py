@@ -26,7 +26,7 @@ from pipelinerl_core.messages import FateRecord
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.report.document import build_report
 from pipelinerl_core.report.live_view import run_status
-from pipelinerl_core.roles.actor.main import next_epoch
+from pipelinerl_core.roles.actor.main import take_life
 from pipelinerl_core.roles.hub.recovery import read_stored_state
 from pipelinerl_core.run import compaction
 from pipelinerl_core.run.commits import read_commits
@@ -142,7 +142,7 @@ def start_hub(store: ObjectStore) -> Any:
 def resume(store: ObjectStore) -> Any:
     if find_run(store.url) is None:
         return None
-    return open_run(store.url).config, is_complete(store, 20), next_epoch(store, "actor-0") > 0
+    return open_run(store.url).config, is_complete(store, 20), take_life(store, "actor-0") > 0
 
 
 def collect_garbage(store: ObjectStore) -> None:

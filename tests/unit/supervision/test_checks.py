@@ -69,9 +69,13 @@ def test_completions_longer_than_the_models_context_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"rollouts.max_tokens=64: the context of the model has 64 tokens"):
         checks.check_model(config(model, "rollouts.max_tokens=64"))
     checks.check_model(config(model, "rollouts.max_tokens=63"))
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"its config.json cannot be read"):
-        checks.check_model(config(model))
+    (tmp_path / "config.json").write_text('{"n_positions": 64, "vocab_size": 8}')  # as GPT-2 says it
+    with pytest.raises(ConfigError, match=r"rollouts.max_tokens=64: the context of the model has 64 tokens"):
+        checks.check_model(config(model, "rollouts.max_tokens=64"))
+    for text, message in (("{", "its config.json cannot be read"), ("[]", "its config.json is no JSON object")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            checks.check_model(config(model))
 
 
 def test_too_little_disk_is_refused_with_both_numbers(tmp_path, monkeypatch):
@@ -200,9 +204,10 @@ def test_a_file_that_is_no_database_is_refused_and_an_empty_file_is_not(tmp_path
         connection.execute("create table runs (name text)")
     checks.check_mlflow(uri)
     path.write_text("not a database, but a text")
-    with pytest.raises(ConfigError, match=r"mlflow\.db is no SQLite database\. Name another file"):
+    message = r"mlflow\.db is no SQLite database \(file is not a database\)\. Name another file"
+    with pytest.raises(ConfigError, match=message):
         checks.check_mlflow(uri)
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match="is no SQLite database"):
         checks.check_mlflow(f"sqlite:///{tmp_path}")
 
 

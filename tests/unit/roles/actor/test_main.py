@@ -1,21 +1,33 @@
-"""The epoch of an actor is newer than any that its name has had, whatever its clock says."""
+"""The epoch of an actor is newer than any that its name has had, whatever its clock says, and is its alone."""
 
 import time
 
 import pytest
 
 from pipelinerl_core.roles.actor import main
-from pipelinerl_core.run.records import partial_key, retired_key, rollout_key
+from pipelinerl_core.run.records import LIVES_PREFIX, life_key
+from tests.fakes import MemoryStore
 
 
-@pytest.mark.parametrize("key", [rollout_key, partial_key, lambda actor, epoch, _: retired_key(actor, epoch)])
-def test_an_actor_whose_clock_is_behind_its_predecessors_has_a_newer_epoch_all_the_same(store, monkeypatch, key):
+def test_an_actor_whose_clock_is_behind_its_predecessors_has_a_newer_epoch_all_the_same(store, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 1000.5)
-    assert main.next_epoch(store, "actor-1") == 1000
-    store.put(key("actor-1", 999, 0), b"x")
-    store.put(key("actor-10", 5000, 0), b"x")
-    assert main.next_epoch(store, "actor-1") == 1000
-    store.put(key("actor-1", 1000, 0), b"x")
-    assert main.next_epoch(store, "actor-1") == 1001
-    store.put(key("actor-1", 3600, 7), b"x")
-    assert main.next_epoch(store, "actor-1") == 3601
+    store.put(life_key("actor-1", 999), b"")
+    store.put(life_key("actor-10", 5000), b"")
+    assert [main.take_life(store, "actor-1") for _ in range(2)] == [1000, 1001]
+    store.put(life_key("actor-1", 3600), b"")
+    assert main.take_life(store, "actor-1") == 3601
+
+
+class Late(MemoryStore):
+    """A store whose listings lack what other processes have just written."""
+
+    def list(self, prefix):
+        return []
+
+
+@pytest.mark.parametrize("kind", [MemoryStore, Late])
+def test_two_starts_within_one_second_have_different_epochs(monkeypatch, kind):
+    monkeypatch.setattr(time, "time", lambda: 1000.5)
+    store = kind()
+    assert [main.take_life(store, "actor-1") for _ in range(3)] == [1000, 1001, 1002]
+    assert MemoryStore.list(store, LIVES_PREFIX) == [life_key("actor-1", epoch) for epoch in (1000, 1001, 1002)]
