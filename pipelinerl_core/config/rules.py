@@ -32,6 +32,18 @@ def lag_of_full_engines(config: Settings, spread: float = 1.0) -> int:
     return 1 + math.ceil(sequences * spread / (config.rollouts.group_size * config.trainer.groups_per_step))
 
 
+def empty_slots(config: Settings) -> list[str]:
+    """A line if the schedule admits fewer sequences than the engines have slots."""
+    needed, window = groups_in_flight(config), config.window_groups
+    if needed <= window or config.takes_turns:
+        return []
+    return [
+        f"engine.concurrency={config.engine.concurrency} x placement.actors={config.placement.actors} has room for "
+        f"{needed} groups, of which schedule.max_lag={config.schedule.max_lag} admits {window}: slots stay empty. "
+        f"schedule.max_lag={-(-needed // config.trainer.groups_per_step) - 1} fills them"
+    ]
+
+
 def explain_schedule(config: Settings) -> list[str]:
     """The admission window of the schedule, as lines of text."""
     schedule, num = config.schedule, config.trainer.groups_per_step
@@ -57,7 +69,7 @@ def first_problem(config: Settings) -> str | None:
     return (
         _parts_problem(config)
         or _eval_problem(config)
-        or _window_problem(config)
+        or _publish_problem(config)
         or _schedule_problem(config)
         or _placement_problem(config)
         or _engine_problem(config)
@@ -161,17 +173,8 @@ def _engine_problem(config: Settings) -> str | None:
     return None
 
 
-def _window_problem(config: Settings) -> str | None:
-    needed, window, num = groups_in_flight(config), config.window_groups, config.trainer.groups_per_step
+def _publish_problem(config: Settings) -> str | None:
     max_lag = config.schedule.max_lag
-    if needed > window and not config.takes_turns:
-        return (
-            f"engine.concurrency={config.engine.concurrency} x placement.actors={config.placement.actors} / "
-            f"rollouts.group_size={config.rollouts.group_size} = {needed} groups in flight, but schedule.max_lag="
-            f"{max_lag} admits ({max_lag} + 1) * trainer.groups_per_step={num} = {window}: slots would always stay "
-            f"empty. Set schedule.max_lag to at least {-(-needed // num) - 1}, or engine.concurrency to at most "
-            f"{max(1, window * config.rollouts.group_size // config.placement.actors)}"
-        )
     behind = config.weights.publish_every - 1
     if max_lag < behind:
         return (

@@ -23,6 +23,7 @@ from pipelinerl_core.check_process import result_of
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.mixture import naming
 from pipelinerl_core.config.mlflow_login import LOGIN_VARIABLES, split_login
+from pipelinerl_core.config.rules import empty_slots
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.host import own_cores
 from pipelinerl_core.models.hub import is_hub_model
@@ -90,7 +91,7 @@ def check_all(config: RunConfig, root: str, *, run: RunContext | None = None) ->
     is_model_there = resolve_model_path(config.model.path) is not None
     fits = check_fit(config)
     facts = check_prompts(config)
-    warnings = check_reward(config, run)
+    warnings = [*empty_slots(config), *check_reward(config, run)]
     check_objective(config, run)
     check_architecture(config)
     check_model(config)

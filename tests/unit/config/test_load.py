@@ -12,7 +12,7 @@ from pipelinerl_core.config import RunConfig, as_toml, known_keys, preset_names
 from pipelinerl_core.config.load import fields
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.config.prompts import SumsPrompts
-from pipelinerl_core.config.rules import lag_of_full_engines
+from pipelinerl_core.config.rules import empty_slots, lag_of_full_engines
 from pipelinerl_core.config.sections import TrackingConfig
 from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import ConfigError
@@ -154,7 +154,6 @@ def test_rows_of_a_file_keep_columns_and_template_of_rows_of_the_hub():
         ("trainer.steps=abc", "trainer.steps='abc'"),
         ("learner.activation_checkpointing=on", "activation_checkpointing=on: must be auto, true or false"),
         ("trainer.steps=0", "greater than or equal to 1"),
-        ("engine.concurrency=5000", "Set schedule.max_lag to at least"),
         ("engine.tensor_parallel=2", "Set engine.kind=vllm"),
         ("prompts.system=Count.", "prompts.system='Count.' is a message of a chat template"),
         ("learner.zero_stage=2", "Set learner.kind=deepspeed"),
@@ -225,8 +224,6 @@ def test_admission_window_is_the_documented_formula():
         (["learner.kind=deepspeed", "learner.offload=optimizer"], r"Set learner\.zero_stage=1"),
         (["learner.kind=deepspeed", "learner.zero_stage=2", "learner.offload=parameters"], r"learner\.zero_stage=3"),
         (["weights.publish_every=3", "schedule.max_lag=1"], r"schedule\.max_lag to at least 2"),
-        (["engine.concurrency=1024"], r"1024 x placement\.actors=1 / rollouts\.group_size=8 = 128 groups.*admits "
-         r"\(0 \+ 1\) \* trainer\.groups_per_step=64 = 64.*max_lag to at least 1, or.*to at most 512"),
         (["schedule.kind=conventional", "schedule.steps_per_phase=3"], r"Set schedule\.max_lag=2, or.*phase=1"),
         (["schedule.steps_per_phase=3"], "Set schedule.kind=conventional"),
         (["schedule.kind=april", "schedule.alpha=1.5"], r"alpha=1\.5 keeps.*Set schedule\.max_lag=1, or"),
@@ -242,6 +239,13 @@ def test_schedules_that_contradict_themselves_are_refused_in_one_line(overrides,
     with pytest.raises(ConfigError, match=says) as raised:
         load_config("quickstart", ["schedule.max_lag=0", *overrides])
     assert "\n" not in str(raised.value)
+
+
+def test_slots_that_the_schedule_leaves_empty_are_told():
+    assert empty_slots(load_config("quickstart")) == []
+    (line,) = empty_slots(load_config("quickstart", ["schedule.max_lag=0", "engine.concurrency=1024"]))
+    assert "has room for 128 groups, of which schedule.max_lag=0 admits 64" in line
+    assert line.endswith("schedule.max_lag=1 fills them")
 
 
 ENVIRONMENT = "environment.path=my_env.py:Guess"
