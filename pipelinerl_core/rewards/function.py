@@ -2,9 +2,12 @@
 
 import asyncio
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
+
+import numpy as np
 
 from pipelinerl_core.rewards.verifiers import Components
 from pipelinerl_core.sandbox.user_code import Invalid, checked_components, finite_number, load
@@ -45,6 +48,8 @@ class RewardFunction:
             for parameter in parameters
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         ]
+        names = {parameter.name for parameter in named}
+        self._form = next((form for mark, form in _FORMS.items() if mark in names), _own)
         self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         self._optional = {parameter.name for parameter in named if parameter.default is not parameter.empty}
         self._required = [parameter.name for parameter in named if parameter.default is parameter.empty]
@@ -54,21 +59,34 @@ class RewardFunction:
 
         Raises Invalid if the row lacks a parameter or the result is no reward, and any exception of the function.
         """
-        available = {**task, "text": text}
+        available = self._form(text, task)
         if missing := [name for name in self._required if name not in available]:
             raise Invalid(
                 f"{self._name} has the parameter {missing[0]}, but the prompt's row has no such column. "
-                f"Available: {', '.join(sorted(available))}"
+                f"Available: {', '.join(sorted(available))}. Signatures: (text, prompt, answer, COLUMN, ...), TRL's "
+                "(prompts, completions, COLUMN, ...), verl's (data_source, solution_str, ground_truth, extra_info)"
             )
         known = {*self._required, *self._optional}
         values = {name: value for name, value in available.items() if self._takes_all or name in known}
         result = self._function(**values)
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
+        if self._form is _trl:
+            result = self._only(result)
         return self._checked(result)
+
+    def _only(self, results: Any) -> Any:
+        """The reward of the only completion of a batch; 0 for None, which in TRL adds nothing to the sum."""
+        if not isinstance(results, Sequence | np.ndarray) or isinstance(results, str) or len(results) != 1:
+            raise Invalid(f"{self._name} has TRL's signature, but returned no list with one reward per completion")
+        return 0.0 if results[0] is None else results[0]
 
     def _checked(self, result: Any) -> float | Components:
         weights = self._spec.weights
+        if self._form is _verl and isinstance(result, Mapping) and "score" in result and not weights:
+            numbers = {name: value for name, value in result.items() if isinstance(value, Real)}
+            score = finite_number(result["score"], self._name)
+            return Components(reward=score, values=checked_components(numbers, self._name))
         if not isinstance(result, Mapping):
             if weights:
                 raise Invalid(
@@ -84,3 +102,36 @@ class RewardFunction:
             )
         total = sum(weights.get(name, 1.0) * value for name, value in values.items())
         return Components(reward=finite_number(total, self._name, " as weighted sum"), values=values)
+
+
+def _own(text: str, task: Mapping[str, Any]) -> dict[str, Any]:
+    """The values by parameter, in this project's form: `text` and the columns of the row."""
+    return {**task, "text": text}
+
+
+def _trl(text: str, task: Mapping[str, Any]) -> dict[str, Any]:
+    """In TRL's form: a batch of one completion, every value in a list; messages if the row's prompt is messages."""
+    messages = task.get(PROMPT_MESSAGES)
+    is_chat = messages is not None
+    columns = {name: [value] for name, value in task.items() if name not in _NOT_IN_TRL}
+    return columns | {
+        "prompts": [messages if is_chat else task["prompt"]],
+        "completions": [[{"role": "assistant", "content": text}] if is_chat else text],
+        "completion_ids": [task["token_ids"]],
+    }
+
+
+def _verl(text: str, task: Mapping[str, Any]) -> dict[str, Any]:
+    """In verl's form; the reference is `reward_model.ground_truth` of the row, else its answer."""
+    judged = task.get("reward_model")
+    has_truth = isinstance(judged, Mapping) and "ground_truth" in judged
+    truth = judged["ground_truth"] if has_truth else task.get("answer")
+    known = {"data_source": task.get("data_source", ""), "extra_info": task.get("extra_info")}
+    return {**task, **known, "solution_str": text, "ground_truth": truth}
+
+
+PROMPT_MESSAGES = "prompt_messages"
+"""The column `prompt` of a row if it is a list of messages; the parameter `prompt` is its text."""
+_NOT_IN_TRL = ("prompt", "token_ids", "finish_reason", PROMPT_MESSAGES)
+_FORMS = {"completions": _trl, "solution_str": _verl}
+"""Parameter that only one form has -> the form."""

@@ -14,7 +14,7 @@ from pipelinerl_core.errors import ConfigError, RewardError
 from pipelinerl_core.gym.options import TaskOptions, options_of
 from pipelinerl_core.gym.tasks import evaluating, scored_tasks
 from pipelinerl_core.rewards.child import ScoringChild
-from pipelinerl_core.rewards.function import FunctionSpec
+from pipelinerl_core.rewards.function import PROMPT_MESSAGES, FunctionSpec
 from pipelinerl_core.rewards.worker import ChildSpec
 from pipelinerl_core.sandbox import isolation
 from pipelinerl_core.sandbox.child_process import check_variables
@@ -98,6 +98,9 @@ def _parameters(prompt: Prompt, completion: Completion | None) -> dict[str, Any]
         completed: dict[str, Any] = {"token_ids": [], "finish_reason": FinishReason.STOP}
     else:
         completed = {"token_ids": completion.token_ids.tolist(), "finish_reason": completion.finish_reason}
+    messages = prompt.task.get("prompt")
+    if isinstance(messages, list):
+        completed[PROMPT_MESSAGES] = messages
     return {**prompt.task, "prompt": prompt.text, **completed}
 
 

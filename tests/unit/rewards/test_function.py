@@ -104,3 +104,58 @@ def test_a_module_that_is_not_installed_is_refused():
 def test_a_function_of_an_installed_module_is_called():
     dedented = RewardFunction({"function": "bisect:bisect", "code": None, "weights": {}, "has_network": False})
     assert dedented("", {"a": [1, 2, 3], "x": 2}) == 2.0
+
+
+TRL = [
+    # what the documentation of TRL shows: lengths, a column, messages, None for rows that do not apply
+    ("completions, **kwargs", "[len(text) / 10 for text in completions]", 0.7),
+    ("completions, level, **kwargs", "[float(hard == 'hard') for hard in level]", 1.0),
+    ("prompts, completions, answer", "[float(a in c) for p, c, a in zip(prompts, completions, answer)]", 1.0),
+    ("completion_ids, completions", "[len(ids) for ids in completion_ids]", 2.0),
+    ("completions, trainer_state=None", "[None]", 0.0),
+    ("completions", "np.array([0.5])", 0.5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("signature", "expression", "reward"), TRL)
+def test_a_function_of_trl_is_called_with_a_batch_of_one_completion(signature, expression, reward):
+    code = f"import numpy as np\ndef score({signature}):\n    return {expression}\n"
+    assert load(code)("four: 4", ROW) == reward
+
+
+def test_a_function_of_trl_gets_messages_if_the_prompt_of_the_row_is_messages():
+    code = (
+        "def score(prompts, completions, **kwargs):\n    return [len(prompts[0]) + len(completions[0][0]['content'])]"
+    )
+    messages = [{"role": "user", "content": "2+2="}]
+    assert load(code)("four", {**ROW, "prompt_messages": messages}) == 5.0
+
+
+@pytest.mark.parametrize("expression", ["1.0", "[1.0, 2.0]", "[]", "'1'", "{'score': [1.0]}"])
+def test_a_function_of_trl_returns_one_reward_per_completion(expression):
+    with pytest.raises(Invalid, match="TRL's signature, but returned no list with one reward"):
+        load(f"def score(completions):\n    return {expression}\n")("four", ROW)
+
+
+def test_a_function_of_verl_gets_the_reference_of_the_row():
+    code = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(data_source == "gsm8k" and ground_truth in solution_str and (extra_info or {}).get("index", 0) == 0)
+"""
+    row = {**ROW, "answer": "none", "data_source": "gsm8k", "reward_model": {"style": "rule", "ground_truth": "4"}}
+    score = load(code, "compute_score")
+    assert score("four: 4", {**row, "extra_info": {"index": 0}}) == 1.0
+    assert score("four: 4", {**row, "extra_info": {"index": 1}}) == 0.0
+    del row["reward_model"]
+    assert score("it is none", row) == 1.0
+
+
+def test_the_score_of_a_function_of_verl_is_the_reward_and_its_other_numbers_are_recorded():
+    code = "def score(solution_str, **kwargs):\n    return {'score': 0.5, 'acc': True, 'pred': solution_str}\n"
+    assert load(code)("4", ROW) == Components(reward=0.5, values={"score": 0.5, "acc": 1.0})
+    assert load(code, acc=2.0)
+
+
+def test_a_function_with_another_signature_is_told_the_three_forms():
+    with pytest.raises(Invalid, match=r"parameter response, .* Signatures: \(text, .* TRL's .* verl's"):
+        load("def score(response):\n    return 1\n")("4", ROW)
