@@ -124,9 +124,7 @@ def test_a_function_of_trl_is_called_with_a_batch_of_one_completion(signature, e
 
 
 def test_a_function_of_trl_gets_messages_if_the_prompt_of_the_row_is_messages():
-    code = (
-        "def score(prompts, completions, **kwargs):\n    return [len(prompts[0]) + len(completions[0][0]['content'])]"
-    )
+    code = "def score(prompts, completions, **_): return [len(prompts[0]) + len(completions[0][0]['content'])]"
     messages = [{"role": "user", "content": "2+2="}]
     assert load(code)("four", {**ROW, "prompt_messages": messages}) == 5.0
 
