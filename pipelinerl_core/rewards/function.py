@@ -124,8 +124,7 @@ def _trl(text: str, task: Mapping[str, Any]) -> dict[str, Any]:
 def _verl(text: str, task: Mapping[str, Any]) -> dict[str, Any]:
     """In verl's form; the reference is `reward_model.ground_truth` of the row, else its answer."""
     judged = task.get("reward_model")
-    has_truth = isinstance(judged, Mapping) and "ground_truth" in judged
-    truth = judged["ground_truth"] if has_truth else task.get("answer")
+    truth = judged.get("ground_truth") if isinstance(judged, Mapping) else task.get("answer")
     known = {"data_source": task.get("data_source", ""), "extra_info": task.get("extra_info")}
     return {**task, **known, "solution_str": text, "ground_truth": truth}
 
