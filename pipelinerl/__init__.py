@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from pipelinerl_core import __version__
 
 if TYPE_CHECKING:
-    from pipelinerl.api import Run, load_config, open_run, runs, start
+    from pipelinerl.api import Run, load_config, open_run, runs, start, train
 
-__all__ = ["Run", "__version__", "load_config", "open_run", "runs", "start"]
+__all__ = ["Run", "__version__", "load_config", "open_run", "runs", "start", "train"]
 
 
 def __getattr__(name: str) -> Any:

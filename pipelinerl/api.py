@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,36 @@ def start(
         source.write_text(as_toml(config), encoding="utf-8")
         config = str(source)
     return _launch(["train", config, *overrides, "--root", root_url(root)], detached=detached)
+
+
+def train(
+    data: Any,
+    reward: str | Callable[..., Any] = "",
+    *,
+    model: str = "",
+    overrides: Sequence[str] = (),
+    root: str = "",
+) -> "Run":
+    """Train on rows with a reward function, show the progress, and return when the run has ended.
+
+    The settings are those of `pipelinerl try`, guessed from the rows; overrides win. A keyboard interrupt stops the
+    run, which `resume` continues.
+
+    data: path of a file, list of dictionaries, or table of pandas, pyarrow or datasets.
+    reward: a function with the signature of docs/rewards.md, of TRL or of verl, or FILE.py:FUNCTION; "": compare with
+    the answer of the row.
+    model: directory or hub name; "": SmolLM2-135M-Instruct.
+
+    Raises ConfigError if the run is refused, PipelineRLError if it fails.
+    """
+    from pipelinerl_core.tools.own_objects import function_location, rows_file
+    from pipelinerl_core.tools.own_rows import PRESET, guess
+
+    settings = guess(str(rows_file(data)), function_location(reward), overrides)
+    chosen_model = (f"model.path={model}", "learner.lr=auto") if model else ()
+    run = start(PRESET, [*settings, *chosen_model, *overrides], root=root)
+    run._show()
+    return run
 
 
 def open_run(run: str = "latest", root: str = "") -> "Run":
@@ -197,6 +227,19 @@ class Run:
             self._process.raise_if_failed()
         return self.status()
 
+    def _show(self) -> None:
+        """Wait as `wait` does, with the steps and the summary on stderr; a keyboard interrupt stops the run."""
+        assert self._process is not None
+        try:
+            for line in self._process.follow():
+                if " | " not in line:  # of Prefect's log
+                    sys.stderr.write(f"{line}\n")
+                    sys.stderr.flush()
+        except KeyboardInterrupt:
+            self.stop(now=True)
+            raise
+        self._process.raise_if_failed()
+
     def stop(self, *, now: bool = False) -> None:
         """Stop a live run after its next commit, or at once if `now`; `resume` continues the run.
 
@@ -269,6 +312,19 @@ class _Process:
             if not is_running:
                 self.raise_if_failed()
                 raise PipelineRLError(f"the run ended at once:\n{self._tail()}")
+            time.sleep(_POLL_SECONDS)
+
+    def follow(self) -> Iterator[str]:
+        """The lines of the output, as they are written, until the process ends."""
+        num_lines = 0
+        while True:
+            is_running = self.is_running
+            text = self._log.read_text(errors="replace")
+            lines = (text if not is_running else text[: text.rfind("\n") + 1]).splitlines()
+            yield from lines[num_lines:]
+            num_lines = len(lines)
+            if not is_running:
+                return
             time.sleep(_POLL_SECONDS)
 
     def raise_if_failed(self) -> None:

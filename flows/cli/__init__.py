@@ -27,6 +27,7 @@ from pipelinerl.flows.cli import (
     simulate,
     status,
     train,
+    trial,
 )
 from pipelinerl.flows.cli.console import answer, exit_codes
 from pipelinerl.flows.environment import set_defaults
@@ -34,6 +35,7 @@ from pipelinerl_core.errors import ConfigError
 
 COMMANDS = (
     train.train,
+    trial.trial,
     resume.resume,
     drain.drain,
     runs.runs,
@@ -70,6 +72,7 @@ app = typer.Typer(
 
     - `pipelinerl doctor` checks this machine
     - `pipelinerl train quickstart` trains a small model on two cores
+    - `pipelinerl try rows.jsonl rewards.py:score` trains on your rows with your reward
     - `pipelinerl status latest` shows the progress of a run
     - `pipelinerl resume latest` continues a run after a stop or a crash
     - `pipelinerl compare` measures which settings reach an accuracy sooner
@@ -98,7 +101,7 @@ def options(
 
 
 for command in COMMANDS:
-    app.command()(command)
+    app.command("try" if command is trial.trial else None)(command)
 
 
 def main() -> None:

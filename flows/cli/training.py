@@ -1,18 +1,28 @@
 """Shared by `train` and `resume`: check the configuration, run the flow, print the summary."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipelinerl.flows.cli.console import answer, say
 from pipelinerl_core.report.document import held_out_name
+from pipelinerl_core.report.live_view import spark_marks, sparkline
+from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.jobs import Job
 from pipelinerl_core.run.locate import root_url, run_url
 from pipelinerl_core.run.records import REPORT_HTML_KEY
+from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision.checks import check_all
 
+_NUM_SAMPLES = 3
+_SAMPLE_CHARACTERS = 70
 
-def carry_out(job: Job, *, as_json: bool) -> None:
-    """Check a job, run the train flow and print the report; invalid input is refused before Prefect is imported."""
+
+def carry_out(job: Job, *, as_json: bool, more: Callable[[str], list[str]] | None = None) -> None:
+    """Check a job, run the train flow and print the report; invalid input is refused before Prefect is imported.
+
+    more: the lines after the summary, from the URL of the run.
+    """
     if job.config.placement.kind == "work_pools":  # before the download of a model
         from pipelinerl.flows.cli.launch import check_server
 
@@ -26,7 +36,34 @@ def carry_out(job: Job, *, as_json: bool) -> None:
         lines = summary(report, report_location(report["run_id"], job.root))
     else:
         lines = [f"{report['run_id']}: {report['steps']} steps; no report, see the log"]
+    if more is not None:
+        lines += more(run_url(root_url(job.root), report["run_id"]))
     answer(report, lines, as_json=as_json)
+
+
+def examples(url: str) -> list[str]:
+    """The curve of the reward, and held-out completions of the first and the last version beside their references."""
+    follower = RunFollower(open_store(url))
+    follower.refresh()
+    metrics = [commit.metrics for commit in follower.commits.values()]
+    rewards = [of_step["reward/mean"] for of_step in metrics if "reward/mean" in of_step]
+    lines = []
+    if rewards:
+        low, high = min(rewards), max(rewards)
+        shares = [(reward - low) / ((high - low) or 1.0) for reward in rewards]
+        curve = sparkline(shares, spark_marks(sys.stdout.encoding))
+        lines.append(f"  reward by step     {rewards[0]:.3f} {curve} {rewards[-1]:.3f}")
+    evals = follower.evals
+    for version in sorted({min(evals), max(evals)}) if evals else ():
+        lines.append(f"  completions of version {version}:")
+        for sample in evals[version].samples[:_NUM_SAMPLES]:
+            reference = f"; reference {_short(sample['reference'])}" if sample["reference"] else ""
+            lines.append(f"    {sample['reward'] or 0:.2f}  {_short(sample['completion'])}{reference}")
+    return lines
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= _SAMPLE_CHARACTERS else f"{text[:_SAMPLE_CHARACTERS]}...")
 
 
 def report_location(run_id: str, root: str) -> str:

@@ -46,7 +46,7 @@ class LiveView:
         self._console = console or Console(stderr=True)
         self._total_steps = total_steps
         self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False)
-        self._marks = _BLOCKS if "utf" in self._console.encoding.lower() else _ASCII
+        self._marks = spark_marks(self._console.encoding)
         self._printed_at = float("-inf")
         self._printed = ""
         self._newest = ""
@@ -211,6 +211,11 @@ def status_line(status: Mapping[str, Any]) -> str:
         ("{}", status["progress"] or None),
     ]
     return "  ".join(form.format(*values) for form, *values in fields if None not in values)
+
+
+def spark_marks(encoding: str) -> str:
+    """The marks of a sparkline, lowest first, that an encoding has."""
+    return _BLOCKS if "utf" in encoding.lower() else _ASCII
 
 
 def sparkline(values: Sequence[float], marks: str = _ASCII) -> str:

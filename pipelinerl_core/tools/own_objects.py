@@ -1,0 +1,129 @@
+"""Rows and functions of a Python program as files, by digest: a run stores and reads files only.
+
+The files are in the cache, $PIPELINERL_CACHE or ~/.cache/pipelinerl.
+"""
+
+import ast
+import hashlib
+import inspect
+import io
+import json
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.recipes import cache_directory
+
+
+def rows_file(data: Any) -> Path:
+    """The file of rows: a path as it is; a list of dictionaries, or a table of pandas, pyarrow or datasets, written.
+
+    Raises ConfigError for other objects.
+    """
+    if isinstance(data, str | Path):
+        return Path(data)
+    if isinstance(data, list | tuple) and all(isinstance(row, dict) for row in data):
+        try:
+            return _stored("".join(f"{json.dumps(row)}\n" for row in data).encode(), "jsonl")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"data: a row has no form in JSON: {error}. Convert its values") from None
+    sink = io.BytesIO()
+    if isinstance(data, pa.Table):
+        pa.parquet.write_table(data, sink)
+        return _stored(sink.getvalue(), "parquet")
+    if callable(getattr(data, "to_parquet", None)):  # a DataFrame of pandas, a Dataset of the library datasets
+        try:
+            data.to_parquet(sink)
+        except (ValueError, TypeError, pa.ArrowException) as error:
+            raise ConfigError(f"data: cannot be written as Parquet: {error}") from None
+        return _stored(sink.getvalue(), "parquet")
+    raise ConfigError(
+        f"data is a {type(data).__name__}. Give the path of a file, a list of dictionaries, or a table of pandas, "
+        "pyarrow or datasets"
+    )
+
+
+def function_location(function: str | Callable[..., Any]) -> str:
+    """FILE.py:FUNCTION of a function. A function of a notebook or a started program is written to a file with what it
+    uses: modules, literals, and other functions and classes. Raises ConfigError if it uses other objects.
+    """
+    if isinstance(function, str):
+        return function
+    name = getattr(function, "__name__", "")
+    if not inspect.isfunction(function) or not name.isidentifier():
+        raise ConfigError("reward is no function that `def` defines. Give such a function, or FILE.py:FUNCTION")
+    if function.__module__ != "__main__":
+        return f"{inspect.getfile(function)}:{name}"
+    definitions: dict[str, str] = {}
+    _define(name, function, definitions)
+    text = "\n\n".join(definitions.values())
+    return f"{_stored(text.encode(), 'py')}:{name}"
+
+
+def _define(name: str, value: Any, definitions: dict[str, str]) -> None:
+    """Add the lines that define `name`, after those that it uses."""
+    if name in definitions:
+        return
+    if isinstance(value, ModuleType):
+        definitions[name] = f"import {value.__name__} as {name}"
+    elif (inspect.isroutine(value) or inspect.isclass(value)) and value.__module__ != "__main__":
+        definitions[name] = f"from {value.__module__} import {value.__name__} as {name}"
+    elif inspect.isfunction(value) or inspect.isclass(value):
+        definitions[name] = ""  # it may use itself
+        source = _source(name, value)
+        scope = vars(sys.modules["__main__"]) if inspect.isclass(value) else value.__globals__
+        for other in sorted(_names(compile(source, name, "exec")) & scope.keys()):
+            if not other.startswith("__"):
+                _define(other, scope[other], definitions)
+        del definitions[name]
+        definitions[name] = source
+    elif _is_literal(value):
+        definitions[name] = f"{name} = {value!r}"
+    else:
+        raise ConfigError(
+            f"the reward function uses {name}, a {type(value).__name__}, which cannot be written to a file. Create "
+            "the object inside of the function, or put the function into a file"
+        )
+
+
+def _source(name: str, value: Any) -> str:
+    if inspect.isfunction(value) and value.__closure__:
+        raise ConfigError(f"{name} uses variables of another function. Define {name} at the top level")
+    try:
+        return textwrap.dedent(inspect.getsource(value))
+    except (OSError, TypeError):
+        raise ConfigError(f"{name}: its source is not known. Put the function into a file") from None
+
+
+def _is_literal(value: Any) -> bool:
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError):
+        return False
+
+
+def _names(code: CodeType) -> set[str]:
+    """Global names and attributes that code uses, with the code of functions in it."""
+    return {*code.co_names, *(name for inner in _inner(code) for name in _names(inner))}
+
+
+def _inner(code: CodeType) -> Iterator[CodeType]:
+    return (constant for constant in code.co_consts if isinstance(constant, CodeType))
+
+
+def _stored(data: bytes, suffix: str) -> Path:
+    """The file of these bytes."""
+    path = cache_directory() / "objects" / f"{hashlib.sha256(data).hexdigest()[:16]}.{suffix}"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.part")
+        part.write_bytes(data)
+        part.rename(path)
+    return path
