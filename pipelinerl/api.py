@@ -10,6 +10,7 @@ A run that `start` or `resume` has started is a child process: the same command 
 """
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -42,6 +43,8 @@ _POLL_SECONDS = 0.3
 _STOP_SECONDS = 60.0
 """Deadline of the end of a run after `stop(now=True)`."""
 _LOG_LINES = 15
+_PREFECT_LINE = re.compile(r"\d\d:\d\d:\d\d\.\d+ \| ")
+"""The beginning of a line of Prefect's log."""
 
 
 def load_config(source: str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -79,8 +82,8 @@ def train(
 ) -> "Run":
     """Train on rows with a reward function, show the progress, and return when the run has ended.
 
-    The settings are those of `pipelinerl try`, guessed from the rows; overrides win. A keyboard interrupt stops the
-    run, which `resume` continues.
+    The settings are guessed from the rows, as `pipelinerl try` guesses them; overrides win. A keyboard interrupt
+    stops the run; `open_run().resume()` continues the run.
 
     data: path of a file, list of dictionaries, or table of pandas, pyarrow or datasets.
     reward: a function with the signature of docs/rewards.md, of TRL or of verl, or FILE.py:FUNCTION; "": compare with
@@ -92,9 +95,8 @@ def train(
     from pipelinerl_core.tools.own_objects import function_location, rows_file
     from pipelinerl_core.tools.own_rows import PRESET, guess
 
-    settings = guess(str(rows_file(data)), function_location(reward), overrides)
-    chosen_model = (f"model.path={model}", "learner.lr=auto") if model else ()
-    run = start(PRESET, [*settings, *chosen_model, *overrides], root=root)
+    chosen = [*((f"model.path={model}",) if model else ()), *overrides]
+    run = start(PRESET, [*guess(str(rows_file(data)), function_location(reward), chosen), *chosen], root=root)
     run._show()
     return run
 
@@ -232,7 +234,7 @@ class Run:
         assert self._process is not None
         try:
             for line in self._process.follow():
-                if " | " not in line:  # of Prefect's log
+                if not _PREFECT_LINE.match(line):
                     sys.stderr.write(f"{line}\n")
                     sys.stderr.flush()
         except KeyboardInterrupt:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipelinerl.flows.cli.console import answer, say
+from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.report.document import held_out_name
 from pipelinerl_core.report.live_view import spark_marks, sparkline
 from pipelinerl_core.run.follow import RunFollower
@@ -37,7 +38,10 @@ def carry_out(job: Job, *, as_json: bool, more: Callable[[str], list[str]] | Non
     else:
         lines = [f"{report['run_id']}: {report['steps']} steps; no report, see the log"]
     if more is not None:
-        lines += more(run_url(root_url(job.root), report["run_id"]))
+        try:
+            lines += more(run_url(job.root, report["run_id"]))
+        except PipelineRLError as error:  # the run has ended well
+            lines.append(f"  {error}")
     answer(report, lines, as_json=as_json)
 
 
@@ -58,7 +62,8 @@ def examples(url: str) -> list[str]:
         lines.append(f"  completions of version {version}:")
         for sample in evals[version].samples[:_NUM_SAMPLES]:
             reference = f"; reference {_short(sample['reference'])}" if sample["reference"] else ""
-            lines.append(f"    {sample['reward'] or 0:.2f}  {_short(sample['completion'])}{reference}")
+            reward = "   -" if sample["reward"] is None else f"{sample['reward']:.2f}"
+            lines.append(f"    {reward}  {_short(sample['completion'])}{reference}")
     return lines
 
 

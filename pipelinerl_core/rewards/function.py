@@ -49,7 +49,8 @@ class RewardFunction:
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         ]
         names = {parameter.name for parameter in named}
-        self._form = next((form for mark, form in _FORMS.items() if mark in names), _own)
+        # A function that names `text` has a column of that name in mind.
+        self._form = next((form for mark, form in _FORMS.items() if mark in names and "text" not in names), _own)
         self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         self._optional = {parameter.name for parameter in named if parameter.default is not parameter.empty}
         self._required = [parameter.name for parameter in named if parameter.default is parameter.empty]

@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import io
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -123,7 +124,7 @@ def _stored(data: bytes, suffix: str) -> Path:
     path = cache_directory() / "objects" / f"{hashlib.sha256(data).hexdigest()[:16]}.{suffix}"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.part")
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
         part.write_bytes(data)
         part.rename(path)
     return path

@@ -50,6 +50,7 @@ def guess(path: str, reward: str = "", overrides: Sequence[str] = ()) -> tuple[s
         **({"prompts.prompt_column": prompt} if prompt else {}),
         **({"prompts.answer_column": answer} if answer else {}),
         **({"reward.function": reward} if reward else {}),
+        **({"learner.lr": "auto"} if "model.path" in given else {}),  # the rate of the preset is for its model
         "rollouts.max_prompt_tokens": min(_MAX_PROMPT_TOKENS, _TEMPLATE_TOKENS + _tokens(longest)),
         "rollouts.max_tokens": min(_MAX_TOKENS, completion),
         "trainer.steps": 20,

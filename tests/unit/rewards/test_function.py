@@ -135,6 +135,11 @@ def test_a_function_of_trl_returns_one_reward_per_completion(expression):
         load(f"def score(completions):\n    return {expression}\n")("four", ROW)
 
 
+def test_a_function_that_names_the_text_gets_a_column_of_the_name_that_trl_and_verl_use():
+    code = "def score(text, completions, solution_str): return len(completions + solution_str)"
+    assert load(code)("four", {**ROW, "completions": "abc", "solution_str": "de"}) == 5.0
+
+
 def test_a_function_of_verl_gets_the_reference_of_the_row():
     code = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

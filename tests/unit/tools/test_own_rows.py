@@ -35,6 +35,12 @@ def test_columns_and_lengths_are_guessed():
     assert config_of(ROWS, "rollouts.max_tokens=9").rollouts.max_tokens == 9
 
 
+def test_the_rate_of_the_preset_is_for_its_own_model():
+    rows = str(rows_file(ROWS))
+    assert "learner.lr=auto" in guess(rows, "", ["model.path=org/name"])
+    assert not [setting for setting in guess(rows) if setting.startswith("learner.lr")]
+
+
 def test_a_prompt_column_of_another_name_must_be_named():
     rows = [{"riddle": "2+2", "answer": "4"}] * 9
     with pytest.raises(ConfigError, match=r"its columns are riddle, answer\. Add prompts\.prompt_column=COLUMN"):
