@@ -150,6 +150,8 @@ class Register(Message):
     """Trainer: the groups of that reservation."""
     quarantined: tuple[GroupRef, ...] = ()
     """Trainer: groups that it has quarantined at that step."""
+    fates: tuple[FateRecord, ...] = ()
+    """Trainer: the fates in the answer to that reservation, which its commit records."""
     committed_step: StepOrNone = -1
     """Trainer: its newest commit."""
     manifest: WeightManifest | None = None

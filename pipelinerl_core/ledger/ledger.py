@@ -247,20 +247,21 @@ class Ledger(LedgerView):
         step: int | None = None,
         refs: Sequence[GroupRef] = (),
         quarantined: Sequence[GroupRef] = (),
+        fates: Sequence[FateRecord] = (),
     ) -> None:
         """Register a trainer with the reservation it holds, if any. A newer epoch frees all earlier reservations.
 
-        quarantined: the groups that the trainer has quarantined at the same step.
+        quarantined: the groups that the trainer has quarantined at the same step. fates: those of the reservation.
 
         After a restart of the hub the groups of the reservation leave their current state and are reserved again,
-        because the trainer may commit them. Actors deliver unsealed groups again, which restores missing rows.
+        because the trainer may commit them, and its fates are decided again. Actors deliver unsealed groups again,
+        which restores missing rows.
         """
         self._adopt_trainer_epoch(epoch)
         if step is None or not (refs or quarantined) or step <= self.committed_step:
             return
         if step in self._pool.reservations:
             return
-        num_fates = len(self._pool.fates)
         self._pool.quarantine(quarantined)
         if not refs:
             return
@@ -268,8 +269,11 @@ class Ledger(LedgerView):
         taken = {group_id: summary for group_id, summary in summaries.items() if summary is not None}
         self._reserve(step, list(refs), taken, is_answered=False)
         # The trainer commits these fates. If it dies first, they return to the pool with the reservation.
+        for record in fates:
+            self._pool.decide_by_commit(record, step)
+        recorded = {record.group_id for record in fates}
+        self._pool.fates = [record for record in self._pool.fates if record.group_id not in recorded]
         reservation = self._pool.reservations[step]
-        fates, self._pool.fates = self._pool.fates[num_fates:], self._pool.fates[:num_fates]
         reservation.answer = reservation.answer.model_copy(update={"fates": tuple(fates)})
 
     def reserve(

@@ -75,9 +75,9 @@ def _lost_rows(store: PlainStore, commits: Commits) -> Iterator[str]:
     """Groups whose rows were in a deleted segment, were not trained, and are in no compacted object."""
     kept: set[GroupKey] = set()
     written = store.disk.written
-    archived: dict[int, int] = {}  # step -> when its compacted object was written
+    read: dict[int, int] = {}  # step -> when the writer of its compacted object listed the segments
     for steps in list_rollouts(store):
-        archived |= dict.fromkeys(range(steps.first, steps.last + 1), written[steps.rollouts_key])
+        read |= dict.fromkeys(range(steps.first, steps.last + 1), store.disk.segments_read[steps.rollouts_key])
         table = read_rollouts(store, steps, ["group_id", "attempt"])
         kept |= set(zip(table["group_id"].to_pylist(), table["attempt"].to_pylist(), strict=True))
     fates = {fate.group_id: (step, fate) for step, commit in commits.items() for fate in commit.fates}
@@ -93,7 +93,7 @@ def _lost_rows(store: PlainStore, commits: Commits) -> Iterator[str]:
                 yield f"{key} was deleted with the undecided group {group_id}"
                 continue
             step, fate = fates[group_id]
-            # docs/storage.md: a segment may be written after the object that should have its untrained rows.
-            is_late = fate.fate != "trained" and written[key] > archived.get(step, written[key])
+            # docs/storage.md: a segment may be written after a compaction has listed the segments.
+            is_late = fate.fate != "trained" and written[key] > read.get(step, written[key])
             if fate.attempt == attempt and (group_id, attempt) not in kept and not is_late:
                 yield f"{key} was deleted, and group {group_id} ({fate.fate}) is in no compacted object"

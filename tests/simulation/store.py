@@ -27,6 +27,8 @@ class Disk:
         """Segments that were deleted."""
         self.written: dict[str, int] = {}
         """Key -> number of the request that wrote the object."""
+        self.segments_read: dict[str, int] = {}
+        """Compacted object -> number of the request with which its writer listed the segments."""
         self.num_requests = 0
 
 
@@ -36,6 +38,8 @@ class SimulatedStore:
     def __init__(self, disk: Disk, process: Process, url: str = "s3://bucket/run") -> None:
         self.url = url
         self.disk, self._process = disk, process
+        self._listings = [0, 0]
+        """Numbers of the newest two listings of segments: a compaction lists them twice."""
 
     def put(self, key: str, data: bytes | memoryview, *, create_only: bool = False) -> None:
         self._begin("put")
@@ -47,6 +51,8 @@ class SimulatedStore:
             raise FileExistsError(f"{self.url}/{key} exists already")
         objects[key] = bytes(data)
         self.disk.written[key] = self.disk.num_requests
+        if key.startswith("compacted/rollouts/"):
+            self.disk.segments_read[key] = self._listings[0]
         self._answer("put")
 
     def get(self, key: str) -> bytes:
@@ -68,6 +74,8 @@ class SimulatedStore:
 
     def list(self, prefix: str) -> list[str]:
         self._begin("list")
+        if prefix == "rollouts":
+            self._listings = [self._listings[1], self.disk.num_requests]
         top = f"{prefix}/" if prefix else ""
         keys = sorted(key for key in self.disk.objects if key.startswith(top))
         if self._process.lacking is not None:

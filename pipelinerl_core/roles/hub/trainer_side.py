@@ -53,12 +53,15 @@ class TrainerRequests:
         """Register a trainer, after reading commits from the store that the ledger does not contain yet."""
         with self._changed:
             self._ledger.check_trainer(request.epoch)
-            self._state.check_groups(ref.group_id for ref in (*request.reservation, *request.quarantined))
+            refs = (*request.reservation, *request.quarantined)
+            self._state.check_groups([*(ref.group_id for ref in refs), *(fate.group_id for fate in request.fates)])
         self._read_missed_commits(request.committed_step)
         with self._changed:
             self.has_registered = True
             self._state.tokens = request.tokens or self._state.tokens
-            self._ledger.register_trainer(request.epoch, request.step, request.reservation, request.quarantined)
+            self._ledger.register_trainer(
+                request.epoch, request.step, request.reservation, request.quarantined, request.fates
+            )
             self._ledger.announce(request.manifest)
             self._changed.notify_all()
 

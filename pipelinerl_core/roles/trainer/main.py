@@ -219,6 +219,7 @@ class Trainer:
             step=reserved.step if reserved else None,
             reservation=reserved.answer.groups if reserved and reserved.answer else (),
             quarantined=reserved.quarantined if reserved else (),
+            fates=reserved.answer.fates if reserved and reserved.answer else (),
             committed_step=newest.step if newest else -1,
             manifest=newest.manifest if newest else None,
         )

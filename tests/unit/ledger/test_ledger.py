@@ -827,6 +827,30 @@ def test_the_fates_of_a_registered_quarantine_survive_its_trainer(clock):
     assert [fate.fate for fate in answer.fates] == ["quarantined"] * 2
 
 
+@pytest.mark.parametrize("present", [(2, 3, 4, 5), (2, 4, 5), (4, 5)])
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_restarted_hub_does_not_drop_again_what_the_held_reservation_dropped(clock, present, is_replaced):
+    """Simulation, seed 16707: two commits recorded the same group as dropped_stale."""
+    ledger, _ = restarted(clock, *((group_id, {0: 10}) for group_id in present))
+    fates = [FateRecord(group_id=n, attempt=0, fate="dropped_stale", num_tokens=10) for n in (2, 3)]
+    refs = [summary(group_id, {0: 10}).ref for group_id in (4, 5)]
+    ledger.register_trainer(2, step=2, refs=refs, fates=fates)
+    assert not any(ledger.is_open(group_id) for group_id in (2, 3))
+    assert ledger.tokens()["dropped_stale"] == 20
+    if is_replaced:  # the trainer dies, and the next trainer commits the fates
+        ledger.register_trainer(3)
+        answer = ledger.reserve(2, epoch=3)
+        assert list(answer.fates) == fates
+    else:
+        ledger.committed(2, [*fates, *trained(4, 5)], manifest(2))
+        clock.now += 10  # after the grace period
+        deliver_ready(ledger)
+        answer = ledger.reserve(3, epoch=2)
+        assert answer.is_ready
+        assert not {2, 3} & {fate.group_id for fate in answer.fates}  # recorded once
+    check_closes(ledger.tokens())
+
+
 def deliver_ready(ledger):
     actor = ActorKey("actor-9", 1)
     ledger.register_actor(actor)

@@ -97,7 +97,7 @@ class Ledger:
     def check_trainer(self, epoch):
         self._calls.call("check", self.boot, epoch)
 
-    def register_trainer(self, epoch, step, refs, quarantined):
+    def register_trainer(self, epoch, step, refs, quarantined, fates):
         self._calls.call("register", self.boot, epoch)
 
     @property
