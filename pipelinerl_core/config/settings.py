@@ -122,6 +122,12 @@ class Settings(Section):
         return max(self.rollouts.max_tokens, self.eval.max_tokens if self.evaluates_on_actors else 0)
 
     @property
+    def model_paths(self) -> dict[str, str]:
+        """Setting -> the model that it names: model.path first, then reference model and teacher, if any."""
+        paths = {"loss.ref_model": self.loss.ref_model, "loss.teacher": self.loss.teacher}
+        return {"model.path": self.model.path, **{key: path for key, path in paths.items() if path}}
+
+    @property
     def evaluates_on_actors(self) -> bool:
         """Whether the evaluations during training use the engine of an actor."""
         if self.eval.on == "auto":

@@ -74,16 +74,17 @@ def hub_config(path: str) -> dict[str, Any] | None:
 
 
 def pinned(config: RunConfig) -> RunConfig:
-    """The configuration with the commit of the cached files as the revision of a model of the hub.
+    """The configuration with the commit of the cached files as the revision of each model of the hub.
 
     Every host of the run, also after a resume, then loads the same files.
     """
-    path = config.model.path
-    directory = cached_model(path) if is_hub_model(path) else None
-    if directory is None:
-        return config
-    model = config.model.model_copy(update={"path": f"{_parts(path)[0]}@{directory.name}"})
-    return config.model_copy(update={"model": model})
+    for key, path in config.model_paths.items():
+        directory = cached_model(path) if is_hub_model(path) else None
+        if directory is not None:
+            section, _, name = key.partition(".")
+            own = getattr(config, section).model_copy(update={name: f"{_parts(path)[0]}@{directory.name}"})
+            config = config.model_copy(update={section: own})
+    return config
 
 
 def _snapshot(path: str, *, local_files_only: bool, files: Sequence[str] = _FILES) -> Path:

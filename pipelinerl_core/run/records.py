@@ -229,6 +229,8 @@ class RunRecord(Record):
     a part of a mixture: the same of the part; loss.function, loss.advantage_function."""
     packages: dict[str, str] = {}
     """The same names -> distribution and version of a module that is installed instead of a file."""
+    files: dict[str, str] = {}
+    """Setting -> digest of the rows or the model that it names (run/local_files.py)."""
 
 
 class EpochRecord(Record):

@@ -31,6 +31,7 @@ from pipelinerl_core.models.paths import builtin_recipe, read_model_config, reso
 from pipelinerl_core.models.recipes import PackagedModel, TinyModel, packaged_file
 from pipelinerl_core.models.shapes import context_of
 from pipelinerl_core.run.context import RunContext
+from pipelinerl_core.run.local_files import check_local_files
 from pipelinerl_core.run.locate import SHARED_MEMORY, local_directory
 from pipelinerl_core.run.user_code import local_code, read_local, stored_code
 from pipelinerl_core.storage.object_store import check_writable, open_store
@@ -88,13 +89,17 @@ def check_all(config: RunConfig, root: str, *, run: RunContext | None = None) ->
     check_gpus(config)
     if run is None:  # a run that exists trains without MLflow too
         check_mlflow(config.tracking.chosen_uri)
+    else:
+        check_local_files(run)
     is_model_there = resolve_model_path(config.model.path) is not None
     fits = check_fit(config)
     facts = check_prompts(config)
     warnings = [*empty_slots(config), *check_reward(config, run)]
     check_objective(config, run)
-    check_architecture(config)
+    check_loading(config)
     check_model(config)
+    if not is_model_there and is_hub_model(config.model.path):
+        check_loading(config)  # again, now with its files
     warnings += fits if is_model_there else check_fit(config)
     check_space(config, root)
     if is_model_there:
@@ -142,9 +147,11 @@ def obtain(path: str) -> Path | None:
     return resolve_model_path(path)
 
 
-def check_architecture(config: RunConfig) -> None:
-    """Learner and engine can compute the architecture of the model; tried with a small model, before a download."""
-    if isinstance(builtin_recipe(config.model.path), TinyModel | None):
+def check_loading(config: RunConfig) -> None:
+    """Learner and engine can compute the architecture of the model, which is tried with a small model, before a
+    download; and the files of each model on this host are complete."""
+    recipes = [builtin_recipe(path) for path in config.model_paths.values()]
+    if any(isinstance(recipe, TinyModel | None) for recipe in recipes):
         _check_in_child(
             "model.path", "pipelinerl_core.tools.check_model", config.model_dump(mode="json"), PROMPTS_SECONDS
         )
@@ -152,9 +159,9 @@ def check_architecture(config: RunConfig) -> None:
 
 def check_references(config: RunConfig) -> None:
     """Reference model and teacher exist and have the vocabulary of the trained model."""
-    for name, path in (("ref_model", config.loss.ref_model), ("teacher", config.loss.teacher)):
-        if path:
-            _check_reference(f"loss.{name}={path}", obtain(path), resolve_model_path(config.model.path))
+    own, *references = config.model_paths.items()
+    for key, path in references:
+        _check_reference(f"{key}={path}", obtain(path), resolve_model_path(own[1]))
 
 
 def _check_reference(setting: str, directory: Path | None, own: Path | None) -> None:

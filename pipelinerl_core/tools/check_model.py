@@ -1,4 +1,5 @@
-"""Check that learner and engine can compute the architecture of the model: with a small, random model of it.
+"""Check that learner and engine can compute the architecture of the model, with a small, random model of it, and that
+the files of each model on this host are complete.
 
 stdin: the configuration (check_process.py).
 """
@@ -16,12 +17,13 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.engine.support import SUPPORT
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.models.hub import hub_config, is_hub_model
-from pipelinerl_core.models.paths import builtin_recipe, model_config_of
+from pipelinerl_core.models.paths import builtin_recipe, model_config_of, resolve_model_path
 from pipelinerl_core.models.recipes import TINY_PREFIX, TinyModel
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.models.shapes import shape_of
 from pipelinerl_core.models.tiny import shrunk
 from pipelinerl_core.training.model import check_gradient, prepare_model
+from pipelinerl_core.training.model_files import check_model_files
 from pipelinerl_core.training.tiny_model import random_model
 
 _WINDOW = 3
@@ -29,7 +31,16 @@ _WINDOW = 3
 
 
 def check(config: RunConfig) -> None:
-    """Raise ConfigError, one line, if a role cannot compute the architecture of model.path."""
+    """Raise ConfigError, one line, if a role cannot load or compute a model of the configuration."""
+    if isinstance(builtin_recipe(config.model.path), TinyModel | None):
+        _check_architecture(config)
+    for key, path in config.model_paths.items():
+        directory = resolve_model_path(path)
+        if builtin_recipe(path) is None and directory is not None and (directory / "config.json").is_file():
+            check_model_files(directory, key)
+
+
+def _check_architecture(config: RunConfig) -> None:
     path = config.model.path
     recipe = builtin_recipe(path)
     entries: Mapping[str, Any] | None

@@ -16,6 +16,7 @@ from pipelinerl_core.algo.packed import PackedBatch, PackLayout, layout_of
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.training.attention import FLOAT32_ATTENTION, PACKED_ATTENTION
 from pipelinerl_core.training.attention_choice import AttentionKind, Heads, choose_attention
+from pipelinerl_core.training.model_files import check_tensors
 
 # Largest difference of log-probabilities between a plain and a packed forward on a few tokens: rounding of the type.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
@@ -42,8 +43,10 @@ def load_model(
     dtype: Literal["float32", "bfloat16"],
     device: torch.device | str = "cpu",
     attention: AttentionKind = "auto",
+    *,
+    key: str = "model.path",
 ) -> Any:
-    """The causal language model in a directory, on a device, ready for `hidden_states`.
+    """The causal language model in the directory that `key` names, on a device, ready for `hidden_states`.
 
     Dropout is always off (eval mode): the importance ratio compares two policies, and dropout would change the ratio
     at equal weights.
@@ -52,8 +55,15 @@ def load_model(
     kind of attention does not work on the device.
     """
     if not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"model.path={path}: no config.json there. Give the directory of a Hugging Face model")
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
+        raise ConfigError(f"{key}={path}: no config.json there. Give the directory of a Hugging Face model")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        path, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
+    )
+    model, info = loaded
+    check_tensors(info, f"{key}={path}")
+    for name, weights in model.named_parameters():
+        if not weights.detach().sum(dtype=torch.float32).isfinite():
+            raise ConfigError(f"{key}={path}: tensor {name} has values that are not finite. Take another model")
     return prepare_model(model.to(device), attention)
 
 
@@ -65,7 +75,7 @@ def load_reference(
     Raises ConfigError if the directory has no model, or if the vocabulary sizes differ.
     """
     dtype: Literal["float32", "bfloat16"] = "bfloat16" if model.dtype is torch.bfloat16 else "float32"
-    reference = load_model(path, dtype, model.device, attention).requires_grad_(False)
+    reference = load_model(path, dtype, model.device, attention, key=key).requires_grad_(False)
     sizes = reference.config.vocab_size, model.config.vocab_size
     if sizes[0] != sizes[1]:
         raise ConfigError(

@@ -1,0 +1,132 @@
+"""Model directories whose files are damaged, missing, or of another model: one line before the start."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.tools.check_model import _small
+from pipelinerl_core.training.model import load_model
+from pipelinerl_core.training.model_files import check_model_files
+from pipelinerl_core.training.tiny_model import random_model
+from tests.families import entries_of
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A small llama in a directory."""
+    random_model({**_small(entries_of("llama")), "tie_word_embeddings": False}).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change(directory: Path, file: str, **entries: object) -> None:
+    values = json.loads((directory / file).read_text())
+    (directory / file).write_text(json.dumps({**values, **entries}))
+
+
+def tensors(directory: Path, edit) -> None:
+    file = directory / "model.safetensors"
+    save_file(edit(load_file(file)), file, metadata={"format": "pt"})
+
+
+def in_shards(directory: Path) -> None:
+    all_tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(all_tensors)}
+    for file in set(names.values()):
+        part = {name: all_tensors[name] for name in names if names[name] == file}
+        save_file(part, directory / file, metadata={"format": "pt"})
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+# Heads that are tied, experts that the library merges, and names other than those of Llama.
+SAVED = "llama gemma3_text qwen2_moe mixtral olmoe deepseek_v3 phi3 gpt2 gpt_neox opt"
+
+
+@pytest.mark.parametrize("family", SAVED.split())
+def test_a_model_of_each_family_that_was_saved_by_the_library_is_complete(family, tmp_path):
+    model = random_model(_small(entries_of(family)))
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    check_model_files(tmp_path)
+    tensors(tmp_path, lambda all_tensors: dict(sorted(all_tensors.items())[1:]))
+    with pytest.raises(ConfigError, match=r"its files lack \d+ tensors"):
+        check_model_files(tmp_path)
+
+
+def test_files_of_several_shards_are_complete_or_the_missing_file_is_named(saved):
+    in_shards(saved)
+    check_model_files(saved)
+    (saved / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"1 of 2 files are missing, first model-00002-of-00002.safetensors"):
+        check_model_files(saved)
+
+
+def cut(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def adapter(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    (directory / "adapter_config.json").write_text("{}")
+
+
+BROKEN = {
+    "empty": (lambda d: (d / "model.safetensors").write_bytes(b""), "model.safetensors is not complete"),
+    "cut": (cut, "model.safetensors is not complete"),
+    "lfs": (
+        lambda d: (d / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:a\n"),
+        "is a pointer of Git LFS. Run `git lfs pull`",
+    ),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "has no weights"),
+    "adapter": (adapter, "an adapter without its base model"),
+    "no index": (
+        lambda d: [in_shards(d), (d / "model.safetensors.index.json").write_text("[]")],
+        "its model.safetensors.index.json is damaged",
+    ),
+    "missing": (
+        lambda d: tensors(d, lambda named: {name: own for name, own in named.items() if name != UP}),
+        f"its files lack 1 tensors, for example {UP}",
+    ),
+    "prefix": (
+        lambda d: tensors(d, lambda named: {f"base.{name}": own for name, own in named.items()}),
+        "of no use, for example base.lm_head.weight",
+    ),
+    "layers": (lambda d: change(d, "config.json", num_hidden_layers=3), "its files lack 9 tensors"),
+    "shape": (
+        lambda d: tensors(d, lambda named: {**named, UP: torch.zeros(3, 5)}),
+        rf"tensor {UP} has the shape \[3, 5\]",
+    ),
+    "quantized": (
+        lambda d: change(d, "config.json", quantization_config={"quant_method": "gptq"}),
+        r"its weights are quantized \(gptq\)",
+    ),
+    "heads": (lambda d: change(d, "config.json", num_attention_heads=3), "its config.json is wrong"),
+    "layers as text": (lambda d: change(d, "config.json", num_hidden_layers="2"), "its config.json is wrong"),
+    "generation": (lambda d: (d / "generation_config.json").write_text("{"), "its generation_config.json is wrong"),
+    "list": (lambda d: (d / "generation_config.json").write_text("[]"), "its generation_config.json is wrong"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_damaged_model_is_one_line(name, saved):
+    damage, message = BROKEN[name]
+    damage(saved)
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_model_files(saved, "loss.teacher")
+    assert str(caught.value).startswith(f"loss.teacher={saved}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_learner_refuses_missing_tensors_and_values_that_are_not_finite(saved):
+    tensors(saved, lambda named: {**named, UP: torch.full_like(named[UP], float("nan"))})
+    with pytest.raises(ConfigError, match=f"tensor {UP} has values that are not finite"):
+        load_model(saved, "float32")
+    tensors(saved, lambda named: {name: own for name, own in named.items() if name != UP})
+    with pytest.raises(ConfigError, match="its files lack 1 tensors"):
+        load_model(saved, "float32")
