@@ -1,6 +1,7 @@
 """Checks of configuration and host before a run starts. Each check raises ConfigError: what, why, what to set."""
 
 import json
+import logging
 import os
 import shutil
 import socket
@@ -13,11 +14,15 @@ from contextlib import closing
 from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import NamedTemporaryFile
+from threading import Timer
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from safetensors import safe_open
+from sqlalchemy import create_engine
+from sqlalchemy.exc import SQLAlchemyError
 
 from pipelinerl_core.check_process import result_of
 from pipelinerl_core.config import RunConfig
@@ -41,11 +46,15 @@ from pipelinerl_core.supervision.role_commands import ending_with_parent, module
 from pipelinerl_core.supervision.temporary_directories import own_temporary
 from pipelinerl_core.telemetry.redact import redact_text
 
+logger = logging.getLogger(__name__)
+
 HTTP_SECONDS = 5.0
 PROMPTS_SECONDS = 120.0
 """Limit of the prompts check, which may read a data set over the network."""
 REWARD_SECONDS = 60.0
 """Limit of the start of a scoring process with a user's reward function, which may import large libraries."""
+_QUIET_SECONDS = 15.0
+"""A check that takes longer is named in the log."""
 PREPARE_SECONDS = 900.0
 """Limit of building a built-in model, which takes about a minute on one core."""
 DOWNLOAD_SECONDS = 7200.0
@@ -275,7 +284,10 @@ def _check_part(config: RunConfig, name: str, run: RunContext | None) -> list[st
     if config.environment.path:
         seconds = REWARD_SECONDS + PROMPTS_SECONDS + 2 * config.environment.call_seconds
         warnings = _check_in_child(
-            "environment.path", "pipelinerl_core.tools.check_environment", _with_code(config, name, run), seconds
+            f"environment.path={config.environment.path}",
+            "pipelinerl_core.tools.check_environment",
+            _with_code(config, name, run),
+            seconds,
         )
         if not config.reward.function:
             return warnings
@@ -283,7 +295,10 @@ def _check_part(config: RunConfig, name: str, run: RunContext | None) -> list[st
         return []
     seconds = REWARD_SECONDS + PROMPTS_SECONDS + 2 * config.reward.timeout_seconds
     return _check_in_child(
-        "reward.function", "pipelinerl_core.tools.check_reward", _with_code(config, name, run), seconds
+        f"reward.function={config.reward.function}",
+        "pipelinerl_core.tools.check_reward",
+        _with_code(config, name, run),
+        seconds,
     )
 
 
@@ -294,6 +309,14 @@ def _with_code(config: RunConfig, part: str, run: RunContext | None) -> dict[str
 
 def _check_in_child(subject: str, module: str, given: Mapping[str, Any], seconds: float) -> list[str]:
     """Run a module that checks the JSON value on its stdin (check_process.py). Returns its lines."""
+    note = Timer(
+        _QUIET_SECONDS,
+        lambda: logger.warning(
+            "%s: its check takes more than %.0f s, and may take %.0f s", subject, _QUIET_SECONDS, seconds
+        ),
+    )
+    note.daemon = True
+    note.start()
     try:
         ended = subprocess.run(
             ending_with_parent([sys.executable, "-m", module]),
@@ -306,10 +329,14 @@ def _check_in_child(subject: str, module: str, given: Mapping[str, Any], seconds
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{subject}: the check did not end within {seconds:.0f} s") from None
+    finally:
+        note.cancel()
     return result_of(subject, ended.returncode, ended.stdout, ended.stderr)
 
 
 _SQLITE = "sqlite:///"
+_DATABASES = ("postgresql", "mysql")
+"""Servers that MLflow may keep its data in, without a server of its own."""
 _LOGINS = {"tracking.mlflow_uri": " and ".join(LOGIN_VARIABLES), "PREFECT_API_URL": "PREFECT_API_AUTH_STRING"}
 """Setting of a server -> the environment variables of its login."""
 
@@ -348,12 +375,40 @@ def check_mlflow(uri: str) -> None:
             f"tracking.mlflow_uri={uri}: MLflow 3 no longer writes plain directories. "
             "Set sqlite:////absolute/path/mlflow.db, a server's http URL, or none"
         )
-    elif uri.startswith(_SQLITE):
-        _check_database(uri, Path(uri.removeprefix(_SQLITE)))
+    elif uri.startswith("sqlite:"):
+        path = uri.removeprefix(_SQLITE)
+        if path in (uri, ""):
+            raise ConfigError(f"tracking.mlflow_uri={uri}: names no file. Set sqlite:////absolute/path/mlflow.db")
+        _check_file(uri, Path(path))
+    elif uri.partition(":")[0].partition("+")[0] in _DATABASES:
+        _check_database(uri)
 
 
-def _check_database(uri: str, path: Path) -> None:
-    """A file that exists is a database of SQLite; MLflow creates a file that does not exist."""
+def _check_database(uri: str) -> None:
+    """The driver of a database server is installed, and the server answers."""
+    try:
+        engine = create_engine(uri, connect_args={"connect_timeout": int(HTTP_SECONDS)})
+        with engine.connect():
+            pass
+    except (ImportError, SQLAlchemyError, ValueError) as error:
+        reason = f"{type(error).__name__}: {redact_text(' '.join(str(error).split()))[:300]}"
+        raise ConfigError(
+            f"tracking.mlflow_uri={redact_text(uri)}: the database does not answer ({reason}). "
+            "Install its driver, start the database or change tracking.mlflow_uri"
+        ) from None
+
+
+def _check_file(uri: str, path: Path) -> None:
+    """A file that exists is a database of SQLite; MLflow creates a file that does not exist in a directory."""
+    nearest = next(parent for parent in path.absolute().parents if parent.exists())  # MLflow creates the others
+    try:
+        with NamedTemporaryFile(dir=nearest):  # SQLite writes a second file beside its own
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"tracking.mlflow_uri={uri}: no file can be written in {nearest} ({error.strerror}). Name a file in "
+            "another directory, or set none"
+        ) from None
     if not path.exists():
         return
     try:

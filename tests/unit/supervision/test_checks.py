@@ -187,6 +187,27 @@ def test_an_mlflow_server_that_does_not_answer_is_refused_without_its_password()
     assert "hunter2" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("uri", "reason"), [
+    ("sqlite://", "names no file"),
+    ("sqlite:///", "names no file"),
+    ("sqlite:////proc/mlflow.db", r"no file can be written in /proc"),
+    ("sqlite:////dev/null/x/mlflow.db", r"no file can be written in /dev/null \(Not a directory\)"),
+    ("postgresql+nodriver://u:hunter2@127.0.0.1:1/x", r"does not answer \(NoSuchModuleError"),
+    ("postgresql+asyncpg://u:hunter2@127.0.0.1:abc/x", r"does not answer \(ValueError"),
+])  # fmt: skip
+def test_a_database_that_cannot_be_opened_is_one_line_without_its_password(uri, reason):
+    with pytest.raises(ConfigError, match=reason) as caught:
+        checks.check_mlflow(uri)
+    assert "hunter2" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_long_check_is_named_in_the_log(monkeypatch, caplog):
+    monkeypatch.setattr(checks, "_QUIET_SECONDS", 0.01)
+    checks.check_prompts(load_config("quickstart"))
+    assert "prompts: its check takes more than" in caplog.text
+
+
 def test_plain_mlflow_directories_are_refused_and_databases_need_no_server():
     with pytest.raises(ConfigError, match=r"sqlite:////absolute/path/mlflow\.db"):
         checks.check_mlflow("./mlruns")
