@@ -9,6 +9,7 @@ A run that `start` or `resume` has started is a child process: the same command 
 `pipelinerl train`. Reading needs no child process and works on runs of other programs and hosts.
 """
 
+import functools
 import json
 import re
 import signal
@@ -17,13 +18,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from inspect import signature
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+
+from pydantic import ConfigDict, ValidationError, validate_call
 
 from pipelinerl_core.config import RunConfig, as_toml
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.models.resolve import load_config as _load_config
+from pipelinerl_core.ranges import first_error
 from pipelinerl_core.report.live_view import run_status
 from pipelinerl_core.report.run_list import list_runs
 from pipelinerl_core.run.commits import Commits, read_commits
@@ -39,6 +44,8 @@ from pipelinerl_core.supervision.role_commands import ending_with_parent
 if TYPE_CHECKING:
     import pyarrow as pa
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _POLL_SECONDS = 0.3
 _STOP_SECONDS = 60.0
 """Deadline of the end of a run after `stop(now=True)`."""
@@ -47,6 +54,28 @@ _PREFECT_LINE = re.compile(r"\d\d:\d\d:\d\d\.\d+ \| ")
 """The beginning of a line of Prefect's log."""
 
 
+def _typed(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, with ConfigError for an argument of another type than its annotation."""
+    hints = function.__annotations__
+    function.__annotations__ = {name: hint for name, hint in hints.items() if name != "return"}  # not defined yet
+    checked = validate_call(config=ConfigDict(arbitrary_types_allowed=True, strict=True))(function)
+    function.__annotations__ = hints
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            named = signature(function).bind(*args, **kwargs).arguments  # messages name the argument
+        except TypeError:
+            return function(*args, **kwargs)  # the error of Python
+        try:
+            return cast(Callable[..., R], checked)(**named)
+        except ValidationError as error:
+            raise ConfigError(f"{function.__name__}(): {first_error(error)}") from None
+
+    return call
+
+
+@_typed
 def load_config(source: str, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration of a preset name or TOML file, with overrides such as "trainer.steps=20".
 
@@ -55,6 +84,7 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> RunConfig:
     return _load_config(source, overrides)
 
 
+@_typed
 def start(
     config: RunConfig | str = "quickstart", overrides: Sequence[str] = (), *, root: str = "", detached: bool = False
 ) -> "Run":
@@ -72,6 +102,7 @@ def start(
     return _launch(["train", config, *overrides, "--root", root_url(root)], detached=detached)
 
 
+@_typed
 def train(
     data: Any,
     reward: str | Callable[..., Any] = "",
@@ -101,11 +132,13 @@ def train(
     return run
 
 
+@_typed
 def open_run(run: str = "latest", root: str = "") -> "Run":
     """An existing run: id under the root, `latest`, path or URL. Raises ConfigError if there is no such run."""
     return Run(locate_run(run, root))
 
 
+@_typed
 def runs(root: str = "", limit: int = 0) -> list[dict[str, Any]]:
     """The newest `limit` runs below a root (0: all), newest first, as `pipelinerl runs --json` lists them."""
     return [run.document() for run in list_runs(open_store(root_url(root)), limit)]
@@ -161,6 +194,7 @@ class Run:
             columns[name] = pa.array([commit.metrics.get(name) for commit in commits], pa.float64())
         return pa.table(columns)
 
+    @_typed
     def rollouts(self, steps: int | Iterable[int] | None = None, *, text: bool = True) -> "pa.Table":
         """The rows that were trained, in training order, with the columns of docs/storage.md.
 
@@ -190,6 +224,7 @@ class Run:
         )
         return [record.model_dump(mode="json") for record in records]
 
+    @_typed
     def evaluate(self, version: int | str = "last") -> list[dict[str, Any]]:
         """Evaluate a weight version, "first", "last" or "all" on the held-out prompts, in a child process."""
         from pipelinerl_core.supervision.run_roles import evaluate
@@ -201,6 +236,7 @@ class Run:
         """The weight versions that the store has, which `evaluate` and `export` accept."""
         return sorted(stored_versions(self._store))
 
+    @_typed
     def export(self, directory: str | Path, version: int | str = "last") -> Path:
         """Write a version as a directory for transformers, vLLM and model.path; the directory must not exist."""
         from pipelinerl_core.tools.export import export
@@ -214,6 +250,7 @@ class Run:
             return True
         return bool(self.status()["state"] == "running")
 
+    @_typed
     def wait(self, timeout_seconds: float | None = None) -> dict[str, Any]:
         """Wait for the end of the run and return `status()`.
 
@@ -254,6 +291,7 @@ class Run:
         else:
             self._process.interrupt()
 
+    @_typed
     def resume(self, overrides: Sequence[str] = (), *, detached: bool = False) -> "Run":
         """Continue the run from its last commit in a child process; raises ConfigError if the run is live."""
         return _launch(["resume", self.url, *overrides], detached=detached)

@@ -96,6 +96,10 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     try:
         entries = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
+        if isinstance(error, FileNotFoundError) and (directory / "adapter_config.json").is_file():
+            raise ConfigError(
+                f"model.path={directory}: an adapter without its base model. Merge the adapter into the model first"
+            ) from None
         raise ConfigError(f"model.path={directory}: its config.json cannot be read: {error}") from None
     if not isinstance(entries, dict):
         raise ConfigError(f"model.path={directory}: its config.json is no JSON object")

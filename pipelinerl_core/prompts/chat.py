@@ -177,9 +177,14 @@ def render(tokenizer: Any, messages: Messages, tools: Messages = (), *, is_promp
 
 
 def _apply(tokenizer: Any, messages: Messages, tools: Messages = (), *, is_prompt: bool = True) -> str:
-    rendered = tokenizer.apply_chat_template(
-        list(messages), tools=list(tools) or None, add_generation_prompt=is_prompt, tokenize=False
-    )
+    try:
+        rendered = tokenizer.apply_chat_template(
+            list(messages), tools=list(tools) or None, add_generation_prompt=is_prompt, tokenize=False
+        )
+    except (TemplateError, ConfigError):
+        raise
+    except Exception as error:  # a template may raise any error
+        raise TemplateError(f"{type(error).__name__}: {error}") from error
     return str(rendered)
 
 

@@ -14,7 +14,7 @@ from pipelinerl_core.config.mixture import naming
 from pipelinerl_core.config.prompts import SumsPrompts
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import PromptSource
-from pipelinerl_core.models.paths import resolve_model_path, within_context
+from pipelinerl_core.models.paths import read_model_config, resolve_model_path, within_context
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts import encode_prompt
 from pipelinerl_core.prompts.chat import prompt_as_text
@@ -122,7 +122,14 @@ def lengths_line(config: RunConfig, source: PromptSource, directory: Path, token
     count = min(source.num_training, MAX_MEASURED) if isinstance(source, TableSource) else GENERATED_MEASURED
     prompts = (source.prompt(index) for index in range(count))
     settings = config.model.chat_template, config.prompts.system, config.prompts.control_tokens
-    lengths = [len(encode_prompt(prompt, tokenizer, *settings)) for prompt in prompts]
+    encoded = [encode_prompt(prompt, tokenizer, *settings) for prompt in prompts]
+    lengths = [len(ids) for ids in encoded]
+    highest, vocabulary = max(int(ids.max()) for ids in encoded), read_model_config(directory).get("vocab_size")
+    if isinstance(vocabulary, int) and highest >= vocabulary:
+        raise ConfigError(
+            f"model.path={directory}: its tokenizer writes token {highest}, but its config.json has a vocabulary of "
+            f"{vocabulary} tokens. Tokenizer and model are of different models"
+        )
     longest, completion = max(lengths), config.rollouts.max_tokens
     limit, name = config.rollouts.max_prompt_tokens, f"rollouts.max_prompt_tokens={config.rollouts.max_prompt_tokens}"
     remedy = f"rollouts.max_prompt_tokens={longest} admits all"
@@ -144,6 +151,11 @@ def load_tokenizer(directory: Path) -> Any:
     """The tokenizer of a model, without importing torch where the model has a tokenizer.json."""
     import transformers  # noqa: PLC0415  (takes seconds)
 
+    if not any(path for name in ("*token*", "vocab*", "*.model") for path in directory.glob(name)):
+        raise ConfigError(
+            f"model.path={directory}: has no tokenizer. Copy tokenizer.json, tokenizer_config.json and "
+            "chat_template.jinja of the model into the directory"
+        )
     is_fast = (directory / "tokenizer.json").is_file()
     kind = transformers.PreTrainedTokenizerFast if is_fast else transformers.AutoTokenizer
     try:

@@ -12,12 +12,13 @@ from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from http import HTTPStatus
+from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from threading import Timer
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from safetensors import safe_open
@@ -344,11 +345,11 @@ _LOGINS = {"tracking.mlflow_uri": " and ".join(LOGIN_VARIABLES), "PREFECT_API_UR
 def check_http(setting: str, url: str, login: tuple[str, str] | None = None) -> None:
     """The server at `url` answers its health page. login: user name and password, unless `url` has them."""
     url, own_login = split_login(url)
-    request = Request(f"{url.rstrip('/')}/health")
-    if login := own_login or login:
-        credentials = b64encode(":".join(login).encode()).decode()
-        request.add_unredirected_header("Authorization", f"Basic {credentials}")  # for this server only
     try:
+        request = Request(f"{url.rstrip('/')}/health")
+        if login := own_login or login:
+            credentials = b64encode(":".join(login).encode()).decode()
+            request.add_unredirected_header("Authorization", f"Basic {credentials}")  # for this server only
         with urlopen(request, timeout=HTTP_SECONDS) as answer:
             if answer.status == HTTPStatus.OK:
                 return
@@ -360,7 +361,7 @@ def check_http(setting: str, url: str, login: tuple[str, str] | None = None) -> 
                 f"{setting}={redact_text(url)}: the server refuses the request ({answered}). Set {_LOGINS[setting]}"
             ) from None
         reason = f"answered {error.code} {error.reason}"
-    except (URLError, OSError, ValueError) as error:
+    except (HTTPException, OSError, ValueError) as error:
         reason = str(getattr(error, "reason", error))
     raise ConfigError(f"{setting}={redact_text(url)}: no answer ({reason}). Start the server or change {setting}")
 

@@ -29,6 +29,7 @@ def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
     starting model is not on this host.
     """
     run = open_run(url)
+    directory = directory.expanduser()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory}: not an empty directory. Set a directory that does not exist yet")
     source = resolve_model_path(run.config.model.path)
@@ -38,7 +39,10 @@ def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
             "configuration and tokenizer. Run the export on a host with the model"
         )
     commit = find_commit(run, version)
-    shutil.copytree(source, directory, ignore=shutil.ignore_patterns(*_OLD_WEIGHTS), dirs_exist_ok=True)
+    try:
+        shutil.copytree(source, directory, ignore=shutil.ignore_patterns(*_OLD_WEIGHTS), dirs_exist_ok=True)
+    except OSError as error:  # also an error of several files
+        raise ConfigError(f"{directory}: cannot be written: {str(error)[:300]}") from None
     file = directory / WEIGHTS_FILE
     _write_model(run, commit, file)
     origin = {

@@ -90,3 +90,21 @@ def test_stop_now_ends_all_processes_and_resume_continues(tmp_path):
     again.stop(now=True)
     assert not again.is_running
     assert issubclass(ConfigError, PipelineRLError)
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: pipelinerl.load_config(3), "load_config(): source: Input should be a valid string"),
+    (lambda: pipelinerl.load_config("quickstart", "trainer.steps=3"), "load_config(): overrides: 'str' instances"),
+    (lambda: pipelinerl.load_config("quickstart", [3]), "load_config(): overrides.0: Input"),
+    (lambda: pipelinerl.start("quickstart", root=3), "start(): root: Input should be a valid string"),
+    (lambda: pipelinerl.open_run(None), "open_run(): run: Input should be a valid string"),
+    (lambda: pipelinerl.runs(limit="a"), "runs(): limit: Input should be a valid integer"),
+    (lambda: pipelinerl.Run("memory://x").wait("a"), "wait(): timeout_seconds: Input should be a valid number"),
+    (lambda: pipelinerl.Run("memory://x").rollouts(1.5), "rollouts(): steps.int: Input should"),
+    (lambda: pipelinerl.Run("memory://x").export(3), "export(): directory.str: Input should be a valid string"),
+    (lambda: pipelinerl.Run("memory://x").resume("a=1"), "resume(): overrides: 'str' instances"),
+])  # fmt: skip
+def test_an_argument_of_another_type_is_one_line(call, message):
+    with pytest.raises(ConfigError) as caught:
+        call()
+    assert str(caught.value).startswith(message)

@@ -10,7 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from pipelinerl_core.models.tiny import shrunk
+from pipelinerl_core.training.tiny_model import random_model
 from pipelinerl_core.training.warm_start import build_tokenizer
 from tests.families import entries_of
 from tests.integration.pipeline import ROOT
@@ -75,6 +78,16 @@ def inputs(tmp_path_factory):
     for name, config in models.items():
         build_tokenizer(string.printable).save_pretrained(home / name)
         (home / name / "config.json").write_text(config) if config else None
+    for name in ("missing", "empty", "adapter", "strict"):
+        model = random_model({**shrunk(entries_of("llama")), "vocab_size": len(string.printable) + 2})
+        model.save_pretrained(home / name)
+        build_tokenizer(string.printable).save_pretrained(home / name)
+    weights = {name: home / name / "model.safetensors" for name in ("missing", "empty")}
+    tensors = sorted(load_file(weights["missing"]).items())
+    save_file(dict(tensors[1:]), weights["missing"], metadata={"format": "pt"})
+    weights["empty"].write_bytes(b"")
+    (home / "adapter" / "config.json").rename(home / "adapter" / "adapter_config.json")
+    (home / "strict" / "generation_config.json").write_text("[]")
     return home
 
 
@@ -109,6 +122,8 @@ WRONG = [
     (MINE + "tracking.mlflow_uri=sqlite:///notadb.db", "notadb.db"),
     (MINE + "tracking.mlflow_uri=sqlite:///cut.db", "cut.db"),
     (MINE + "tracking.mlflow_uri=http://127.0.0.1:9", "127.0.0.1:9"),
+    (MINE + "tracking.mlflow_uri=postgresql+nodriver://u:p@h/x", "nodriver"),
+    ("export latest /proc/x --root ~/nothing", "nothing"),
     (MINE + "reward.function=mine.py:sealed reward.environment=NO_SUCH_VARIABLE", "NO_SUCH_VARIABLE"),
     # models
     (MINE + "model.path=falcon", "falcon cannot be trained"),
@@ -123,6 +138,10 @@ WRONG = [
     (MINE + "model.path=none", "none"),
     (MINE + "model.path=file", "file"),
     (MINE + "loss.ref_model=none loss.kl_coefficient=0.1", "loss.ref_model"),
+    (MINE + "model.path=missing", "its files lack 1 tensors"),
+    (MINE + "model.path=empty", "model.safetensors is not complete"),
+    (MINE + "model.path=adapter", "an adapter without its base model"),
+    (MINE + "model.path=strict", "generation_config.json"),
     # rows
     (MINE + "prompts.path=trailing.jsonl", "trailing.jsonl"),
     (MINE + "prompts.path=comment.jsonl", "comment.jsonl"),
@@ -165,6 +184,14 @@ def test_a_wrong_input_is_one_line_that_names_the_input(inputs, command, names):
     assert re.search(names, last)
     left = {path for path in inputs.rglob("*") if "__pycache__" not in str(path)} - before
     assert not [path for path in left if path.name == "run.json"]
+
+
+def test_a_url_of_prefect_that_is_none_is_one_line(inputs, monkeypatch):
+    monkeypatch.setenv("PREFECT_API_URL", "nonsense")
+    ended = run(inputs, "train mine.toml")
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "PREFECT_API_URL=nonsense: no answer" in ended.stderr.strip().splitlines()[-1]
 
 
 def test_a_reward_function_that_always_fails_ends_the_run_with_its_first_evaluation(inputs):

@@ -69,6 +69,8 @@ def test_the_first_prompt_is_shown_with_what_the_template_adds(tmp_path, model, 
             r"changes the text of the prompt '.*' to '.{20}'\. Correct the template",
         ),
         ("{{ messages[0]['content'] | replace('.', '') }}", "changes the text of the prompt"),
+        ("{{ 1 / 0 }}", r"the chat template of model.path fails \(ZeroDivisionError: division by zero\)"),
+        ("{% include 'other' %}", r"the chat template of model.path fails \(TypeError: no loader"),
     ],
 )
 def test_a_template_that_does_not_write_the_prompt_is_one_line(tmp_path, model, template, message):
@@ -138,3 +140,13 @@ def test_a_damaged_tokenizer_is_one_line(tmp_path, model):
     with pytest.raises(ConfigError, match=r"model.path=.*: the tokenizer cannot be loaded") as caught:
         lines(tmp_path, model, [10] * 50)
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_tokenizer_or_with_the_tokenizer_of_another_model_is_one_line(tmp_path, model):
+    (model / "config.json").write_text('{"max_position_embeddings": 400, "vocab_size": 5}')
+    with pytest.raises(ConfigError, match=r"its tokenizer writes token \d+, but .* a vocabulary of 5 tokens"):
+        lines(tmp_path, model, [10] * 50)
+    for path in model.glob("token*"):
+        path.unlink()
+    with pytest.raises(ConfigError, match=r"model.path=.*: has no tokenizer\. Copy tokenizer.json"):
+        lines(tmp_path, model, [10] * 50)
