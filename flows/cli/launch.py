@@ -1,10 +1,12 @@
 """Runs the train or compare flow for a command: starts a Prefect server if none is set, and handles signals."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import wraps
+from threading import Timer
 from types import FrameType
 from typing import Any
 
@@ -34,6 +36,8 @@ DRAIN_SECONDS = 2.0
 """Deadline of sending the last log lines and events to the local server."""
 SERVER_SECONDS = 10.0
 """Deadline of an answer of the Prefect server at the end of a flow."""
+AGAIN_SECONDS = 30.0
+"""Time after which SIGTERM is raised again; an orderly end takes less."""
 END_SECONDS = 15.0
 """Deadline of the end of all role processes after a signal; supervision/supervise.py kills the rest earlier."""
 
@@ -172,9 +176,15 @@ def _signals_raise() -> Iterator[None]:
     """Let SIGTERM unwind the stack like Ctrl-C; Prefect's own handler, during the flow, calls this handler.
 
     A shell starts background commands with SIGINT ignored; the handler for SIGINT lets `kill -INT` stop them too.
+    Code of a library may swallow the exception: SIGTERM, which nobody repeats, is raised again until the block ends.
     """
+    again: list[Timer] = []
 
     def terminate(number: int, frame: FrameType | None) -> None:
+        timer = Timer(AGAIN_SECONDS, os.kill, (os.getpid(), number))
+        timer.daemon = True
+        again.append(timer)
+        timer.start()
         raise _Terminated
 
     handlers = {signal.SIGTERM: terminate, signal.SIGINT: signal.default_int_handler}
@@ -182,6 +192,8 @@ def _signals_raise() -> Iterator[None]:
     try:
         yield
     finally:
+        for timer in again:
+            timer.cancel()
         for number, handler in previous.items():
             signal.signal(number, handler)
 

@@ -27,6 +27,7 @@ from pipelinerl_core.types import LengthTotals
 
 # Without a terminal: shortest time between two lines.
 _LINE_SECONDS = 5.0
+_SAME_STEP_SECONDS = 60.0
 # If the heartbeat is unchanged for longer, the hub counts as dead.
 _HUB_SILENCE_SECONDS = 10.0
 _ASCII = " .:-=+*#%@"
@@ -49,6 +50,7 @@ class LiveView:
         self._marks = spark_marks(self._console.encoding)
         self._printed_at = float("-inf")
         self._printed = ""
+        self._printed_step = 0
         self._newest = ""
 
     def __enter__(self) -> "LiveView":
@@ -76,7 +78,10 @@ class LiveView:
             self._live.update(_panel(status, *sparklines), refresh=True)
             return
         self._newest = status_line(status)
-        if self._newest != self._printed and time.monotonic() - self._printed_at >= _LINE_SECONDS:
+        # Within a step little changes but the speed; before the first step, each line tells of progress.
+        wait = _LINE_SECONDS if status["step"] != self._printed_step or not status["step"] else _SAME_STEP_SECONDS
+        if self._newest != self._printed and time.monotonic() - self._printed_at >= wait:
+            self._printed_step = status["step"]
             self._print()
 
     def _print(self) -> None:

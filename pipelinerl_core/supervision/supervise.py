@@ -227,7 +227,11 @@ class _RoleProcess:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(stop_seconds)
         kill_group(self.process.pid)
-        self.exit_code = self.process.wait(_KILL_WAIT_SECONDS)
+        try:
+            self.exit_code = self.process.wait(_KILL_WAIT_SECONDS)
+        except subprocess.TimeoutExpired:  # in a call of the kernel, for example to a disk that does not answer
+            self.exit_code = -signal.SIGKILL
+            logger.warning("pid %d has not ended %g s after SIGKILL", self.process.pid, _KILL_WAIT_SECONDS)
 
 
 def _raise_if_final(

@@ -129,6 +129,17 @@ def test_off_a_terminal_the_view_prints_a_plain_line_every_five_seconds(follower
     assert "\x1b" not in out.getvalue()
 
 
+def test_off_a_terminal_a_step_has_a_line_a_minute(follower, monkeypatch):
+    clock = {"now": 100.0}
+    monkeypatch.setattr(live_view.time, "monotonic", lambda: clock["now"])
+    out = io.StringIO()
+    with LiveView(Console(file=out, force_terminal=False, width=20), 10) as view:
+        for number in range(13):  # the speed, which a progress text stands for here, changes with each update
+            view.update(None, follower, f"speed {number}")
+            clock["now"] += 10
+    assert [line.rpartition("speed ")[2] for line in out.getvalue().splitlines()] == ["0", "6", "12"]
+
+
 def test_on_a_terminal_the_view_draws_progress_actors_and_history(follower):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120)
