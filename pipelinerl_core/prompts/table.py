@@ -35,8 +35,9 @@ class Rows:
         self._records = records
         self._name, self._env = name, verifier_name(config)
         self._answer_column = section.answer_column
-        is_own = config.reward.function or config.environment.path
-        self._is_optional = bool(is_own) and section.answer_column == DEFAULT_ANSWER_COLUMN
+        self._is_own = bool(config.reward.function or config.environment.path)
+        """Code of the user takes the answers: lists and objects too, or none."""
+        self._is_optional = self._is_own and section.answer_column == DEFAULT_ANSWER_COLUMN
         self._key = "prompts.template: column" if section.template else "prompts.prompt_column"
         self._template = _template_parts(section.template) if section.template else [("", section.prompt_column)]
         self.ids: list[str] = []
@@ -64,7 +65,7 @@ class Rows:
             answer = self._answer(row, record)
             self.num_empty_answers += answer == ""
             if len(self._first_answers) < 2:
-                self._first_answers.add(answer)
+                self._first_answers.add(answer if answer is None else str(answer))
 
     def first_rows(self) -> dict[str, int]:
         """Prompt id -> first row with this prompt, in the order of the table."""
@@ -130,9 +131,13 @@ class Rows:
         left = iter(columns)
         return "".join(literal + ("" if column is None else next(left)) for literal, column in self._template)
 
-    def _answer(self, row: int, record: Record) -> str | None:
-        if self._is_optional and _value(record, self._answer_column) is _MISSING:
+    def _answer(self, row: int, record: Record) -> Any:
+        """The answer as text, or, for code of the user, a list or object as it is; None: there is none."""
+        value = _value(record, self._answer_column)
+        if self._is_optional and value is _MISSING:
             return None
+        if self._is_own and isinstance(value, list | Mapping):
+            return value
         return self._text(row, record, self._answer_column, "prompts.answer_column")
 
     def _text(self, row: int, record: Record, column: str, key: str) -> str:

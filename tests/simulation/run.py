@@ -31,6 +31,7 @@ from pipelinerl_core.run import compaction, hub_status
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.history import is_complete
 from pipelinerl_core.run.records import CONTROL_KEY, RUN_KEY
+from pipelinerl_core.supervision.run_roles import is_over
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.builders import run_record, small_config
 from tests.simulation.faults import plan, schedule
@@ -60,6 +61,8 @@ class Simulation:
         self.disk = Disk(world)
         record = run_record(config)
         self.record = record
+        self.whole = RunContext(store=PlainStore(self.disk), record=record, config=config, token="token")
+        """The run as a store without faults answers."""
         self.disk.objects[RUN_KEY] = record.model_dump_json().encode()
         self.processes: dict[str, Process] = {}
         """Name of a role -> its newest process."""
@@ -114,11 +117,11 @@ class Simulation:
             return
         if own.code in (2, 5, 6):
             self.errors.append(f"{own.name}: exit code {own.code}")
-        if own.code in (0, 2, 5, 6) or self.is_stopping:
+        if own.code in (2, 5, 6) or self.is_stopping or (own.code == 0 and self.is_over):
             self.ended.add(own.name)
         else:
             self.world.at(self.world.now + 0.5, lambda: self.start(own.name, own.host))
-        if own.name == "trainer" and own.code == 0:
+        if own.name == "trainer" and own.code == 0 and self.is_over:
             self.world.at(self.world.now + (0.5 if self.must_resume else _END_SECONDS), self._stop)
         self.world.is_finished = self.is_finished
 
@@ -186,8 +189,12 @@ class Simulation:
     @property
     def must_resume(self) -> bool:
         """Whether a drain was requested before the last step was committed."""
-        last = f"commits/{self.config.trainer.steps:08d}."
-        return CONTROL_KEY in self.disk.objects and not any(key.startswith(last) for key in self.disk.objects)
+        return CONTROL_KEY in self.disk.objects and not is_complete(self.whole.store, self.config.trainer.steps)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a role that ends with code 0 has finished its work; otherwise it is started again."""
+        return is_over(self.whole)
 
     @property
     def is_finished(self) -> bool:

@@ -309,3 +309,13 @@ def test_the_reference_answer_is_text_beside_its_column(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": str(number), "sum": number} for number in range(40)])
     prompt = with_function(path, answer_column="sum").prompt(0)
     assert prompt.task == {"prompt": prompt.text, "sum": int(prompt.text), "answer": prompt.text}
+
+
+@pytest.mark.parametrize("value", [["assert f(1) == 2", "assert f(2) == 3"], {"name": "get_weather"}, []])
+def test_code_of_the_user_gets_a_structured_answer_as_it_is(tmp_path, value):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{**row, "tests": value} for row in ROWS])
+    values = {"prompts": {"kind": "file", "path": str(path), "answer_column": "tests"}}
+    own = build_source(build_config({**values, "reward": {"function": "mine.py:score"}}))
+    assert own.prompt(0).task["answer"] == value
+    with pytest.raises(ConfigError, match=r"prompts\.answer_column=tests: row 0 of .* must have text or a number"):
+        build_source(build_config(values))
