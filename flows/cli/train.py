@@ -11,10 +11,22 @@ def train(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="PRESET|FILE.toml", help="A shipped preset or a TOML file.", autocompletion=complete_preset
+            metavar="PRESET|FILE.toml",
+            help="A shipped preset or a TOML file; may be left out with --from.",
+            autocompletion=complete_preset,
+            show_default=False,
         ),
-    ],
+    ] = "",
     overrides: Overrides = None,
+    parent: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="RUN[@VERSION]",
+            help="Start from the weights of another run: its newest durable version, or a number. Without a preset "
+            "the configuration of that run is the start, with your overrides. Moments of the optimizer start at 0.",
+        ),
+    ] = "",
     tiny: Annotated[
         bool,
         typer.Option(
@@ -34,6 +46,7 @@ def train(
     - `pipelinerl train quickstart`
     - `pipelinerl train quickstart trainer.steps=50 placement.actors=2`
     - `pipelinerl train mine.toml --tiny` runs your own reward and environment on a CPU
+    - `pipelinerl train --from latest@20 learner.lr=1e-6` continues from version 20 with another rate
     - `pipelinerl train mine.toml --root s3://bucket/runs --json > report.json`
 
     `pipelinerl config --keys` lists every setting. Ctrl-C stops all processes; `pipelinerl resume` continues the run.
@@ -42,9 +55,19 @@ def train(
 
     from pipelinerl.flows.cli.console import say
     from pipelinerl.flows.cli.training import carry_out
+    from pipelinerl_core.errors import ConfigError
     from pipelinerl_core.run.jobs import new_job
 
-    job = new_job(source, overrides or (), root)
+    changes = tuple(overrides or ())
+    if parent:
+        from pipelinerl_core.tools.branch import branch
+
+        if "=" in source:
+            source, changes = "", (source, *changes)
+        source, changes = branch(parent, source, changes, root)
+    elif not source:
+        raise ConfigError("train: name a preset or a TOML file, or a run with --from")
+    job = new_job(source, changes, root)
     if tiny:
         from pipelinerl_core.tools import tiny as tools
 

@@ -4,6 +4,7 @@ Other rows are other prompts behind the same group numbers, and other held-out p
 """
 
 import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from pipelinerl_core.config.prompts import RowPrompts
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.paths import builtin_recipe, resolve_model_path
 from pipelinerl_core.run.context import RunContext
+from pipelinerl_core.run.records import EXPORT_ORIGIN
 
 _WEIGHTS = (".safetensors", ".bin")
 """Of these files only size, first and last bytes count, because a model may have a terabyte."""
@@ -74,3 +76,13 @@ def _file_digest(file: Path) -> str:
         opened.seek(max(0, size - _END_BYTES))
         parts.append(opened.read())
     return hashlib.sha256(b"".join([str(size).encode(), *parts])).hexdigest()
+
+
+def parent_of(config: RunConfig) -> str:
+    """RUN@VERSION if model.path is an exported model, else an empty string."""
+    directory = resolve_model_path(config.model.path)
+    try:
+        origin = json.loads((directory / EXPORT_ORIGIN).read_text(encoding="utf-8")) if directory else {}
+        return f"{origin['run_id']}@{origin['version']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""

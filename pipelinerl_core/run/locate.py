@@ -18,7 +18,7 @@ from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.history import read_epochs
 from pipelinerl_core.run.hub_status import HubWatch, is_descendant, process_lives, refuse_second_hub
-from pipelinerl_core.run.local_files import local_files
+from pipelinerl_core.run.local_files import local_files, parent_of
 from pipelinerl_core.run.records import RUN_KEY, RunRecord
 from pipelinerl_core.run.user_code import installed_packages, store_code
 from pipelinerl_core.storage.object_store import open_store
@@ -110,6 +110,7 @@ def create_run(url: str, config: RunConfig, *, flow_run_id: str, mlflow: MlflowR
         mlflow_uri=mlflow.uri if mlflow else None,
         code=code,
         packages=installed_packages(config),
+        parent=parent_of(config),
         files=local_files(config),
     )
     try:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.interfaces import Tracker
+from pipelinerl_core.run.local_files import parent_of
 from pipelinerl_core.run.locate import MlflowRef, code_version, git_commit
 from pipelinerl_core.run.records import RunRecord
 from pipelinerl_core.telemetry.datasets import run_datasets
@@ -107,6 +108,7 @@ def run_tags(config: RunConfig) -> dict[str, str]:
         "placement": config.placement.kind,
         "model": config.model.path,
         "prompts": "mixture" if config.mixture else config.prompts.kind,
+        **({"pipelinerl.parent": parent} if (parent := parent_of(config)) else {}),
     }
 
 

@@ -40,6 +40,8 @@ from pipelinerl_core.types import FileEntry, WeightManifest
 FORMAT_VERSION = 3
 """Version of every object of a run. A change of an object, a default or a formula increments the version."""
 RUN_KEY = "run.json"
+EXPORT_ORIGIN = "pipelinerl.json"
+"""File beside an exported model that names the run, the version and the sha256 of the weights."""
 HUB_KEY = "hub.json"
 CONTROL_KEY = "control.json"
 RESUME_KEY = "resume.json"
@@ -229,6 +231,8 @@ class RunRecord(Record):
     a part of a mixture: the same of the part; loss.function, loss.advantage_function."""
     packages: dict[str, str] = {}
     """The same names -> distribution and version of a module that is installed instead of a file."""
+    parent: str = ""
+    """RUN@VERSION whose exported weights are the starting model; empty for another model."""
     files: dict[str, str] = {}
     """Setting -> digest of the rows or the model that it names (run/local_files.py)."""
 

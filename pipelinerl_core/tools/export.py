@@ -9,13 +9,11 @@ from typing import Any
 from pipelinerl_core.errors import EXIT_CONFIG, ConfigError, DeadlineExceeded, PipelineRLError
 from pipelinerl_core.models.paths import resolve_model_path
 from pipelinerl_core.run.context import RunContext, open_run
-from pipelinerl_core.run.records import WEIGHTS_FILE, Commit
+from pipelinerl_core.run.records import EXPORT_ORIGIN, WEIGHTS_FILE, Commit
 from pipelinerl_core.run.versions import find_commit
 from pipelinerl_core.supervision.role_commands import ending_with_parent, module_command, role_environment
 from pipelinerl_core.supervision.temporary_directories import own_temporary
 
-ORIGIN = "pipelinerl.json"
-"""File beside the model that names the run, the version and the sha256 of the weights."""
 # All other files of the starting model are copied: configuration, tokenizer, chat template.
 _OLD_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
 # Reading, merging adapters and writing take minutes for the largest models.
@@ -23,7 +21,7 @@ _WRITE_SECONDS = 1800.0
 
 
 def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
-    """Write a durable version and the starting model's other files into a directory; returns the content of ORIGIN.
+    """Write a durable version and the starting model's other files into a directory; returns what EXPORT_ORIGIN has.
 
     version: see `find_commit`. Raises ConfigError if the directory is not empty, the version is not durable, or the
     starting model is not on this host.
@@ -53,7 +51,7 @@ def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
         "weights_sha256": commit.weights_sha256,
         "starting_model": run.config.model.path,
     }
-    (directory / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
+    (directory / EXPORT_ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
     return {**origin, "directory": str(directory), "num_bytes": file.stat().st_size}
 
 

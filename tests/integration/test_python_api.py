@@ -8,7 +8,10 @@ import pytest
 
 import pipelinerl
 from pipelinerl_core.errors import ConfigError, PipelineRLError
+from pipelinerl_core.models.resolve import load_config
+from pipelinerl_core.run.local_files import parent_of
 from pipelinerl_core.run.records import RUN_KEY
+from pipelinerl_core.tools.branch import branch
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +52,23 @@ def test_the_notebook_trains_reads_and_exports_a_run(shown):
     assert row["prompt"][:1].isdigit()
     assert (names["directory"] / "config.json").is_file()
     assert [evaluation["version"] for evaluation in names["run"].evaluations()] == [0, 12]
+
+
+def test_another_run_starts_from_the_weights_and_the_configuration(shown, monkeypatch, tmp_path):
+    run = shown[0]["run"]
+    monkeypatch.setattr("pipelinerl_core.tools.branch.cache_directory", lambda: tmp_path)
+    source, overrides = branch(f"{run.url}@12", "", ["learner.lr=1e-6"], "")
+    config = load_config(source, overrides)
+    assert config.model.path == str(tmp_path / "branches" / f"{run.id}-12" / "model")
+    assert config.learner.lr == 1e-6
+    assert config.trainer == run.config.trainer
+    assert parent_of(config) == f"{run.id}@12"
+    assert parent_of(run.config) == ""
+    before = (Path(config.model.path) / "model.safetensors").stat().st_mtime_ns
+    assert branch(run.url, "quickstart", [], "") == ("quickstart", (f"model.path={config.model.path}",))
+    assert (Path(config.model.path) / "model.safetensors").stat().st_mtime_ns == before
+    with pytest.raises(ConfigError, match="--version 5: not durable"):
+        branch(f"{run.url}@5", "", [], "")
 
 
 def test_rollouts_are_read_by_step_and_without_text(shown):

@@ -97,7 +97,7 @@ def test_a_template_may_require_a_system_message():
 
 @pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages[0]['content'] + 1 }}", {"rag": CHATML_TURNS}])
 def test_any_error_of_a_template_is_one_line(template):
-    with pytest.raises(ConfigError, match="the chat template of model.path fails"):
+    with pytest.raises(ConfigError, match=r"the chat template of model\.path fails"):
         rendered(template, "default")
 
 

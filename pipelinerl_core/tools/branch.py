@@ -1,0 +1,46 @@
+"""A new run that starts from the weights and the configuration of another run: `train --from RUN@VERSION`."""
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+
+from pipelinerl_core.config import as_toml
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.recipes import cache_directory
+from pipelinerl_core.run.context import open_run
+from pipelinerl_core.run.locate import locate_run
+from pipelinerl_core.run.versions import find_commit
+from pipelinerl_core.tools.export import export
+
+_PARENT = re.compile(r"(.+?)(?:@(first|last|\d+))?", re.DOTALL)
+
+
+def branch(parent: str, source: str, overrides: Sequence[str], root: str) -> tuple[str, tuple[str, ...]]:
+    """The preset or TOML file, and the overrides, of a run that starts from a durable version of another run.
+
+    parent: RUN or RUN@VERSION, as `export` takes them. source: a preset or TOML file; empty: the configuration of the
+    other run. The weights are exported to the cache once. Raises ConfigError as `export`.
+    """
+    matched = _PARENT.fullmatch(parent)
+    if matched is None:
+        raise ConfigError("--from: give a run, or RUN@VERSION")
+    name, version = matched.groups()
+    url = locate_run(name, root)
+    run = open_run(url)
+    step = find_commit(run, version or "last").step
+    directory = cache_directory() / "branches" / f"{run.run_id}-{step}"
+    if not (directory / "model").exists():
+        partial = directory / f"partial-{os.getpid()}"
+        try:
+            export(url, partial, str(step))
+            with suppress(FileExistsError):  # another command has exported the version meanwhile
+                partial.rename(directory / "model")
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    if not source:
+        file = directory / f"{run.run_id.rpartition('-')[0] or run.run_id}.toml"
+        file.write_text(as_toml(run.config), encoding="utf-8")
+        source = str(file)
+    return source, (f"model.path={directory / 'model'}", *overrides)
