@@ -13,6 +13,7 @@ from pipelinerl_core.run.records import EXPORT_ORIGIN, WEIGHTS_FILE, Commit
 from pipelinerl_core.run.versions import find_commit
 from pipelinerl_core.supervision.role_commands import ending_with_parent, module_command, role_environment
 from pipelinerl_core.supervision.temporary_directories import own_temporary
+from pipelinerl_core.tools.model_card import write_card
 
 # All other files of the starting model are copied: configuration, tokenizer, chat template.
 _OLD_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
@@ -51,6 +52,7 @@ def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
         "weights_sha256": commit.weights_sha256,
         "starting_model": run.config.model.path,
     }
+    write_card(run, commit.step, source, directory)
     (directory / EXPORT_ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
     return {**origin, "directory": str(directory), "num_bytes": file.stat().st_size}
 

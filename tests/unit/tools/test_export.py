@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from pipelinerl_core.algo.adapters import AdapterNote, Adapters, factor_names
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.models.resolve import load_config
+from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import read_commit, take_epoch
 from pipelinerl_core.run.records import ADAPTERS_FILE, RUN_KEY, RunRecord
 from pipelinerl_core.storage.object_store import open_store
@@ -53,8 +54,21 @@ def run(tmp_path, model):
     for step in range(3):
         weights = {name: torch.full_like(tensor, float(step)) for name, tensor in model.named_parameters()}
         manifest = publisher.publish(step, weights, durable=True) if step != 1 else None
-        put_commit(store, step, epoch.epoch, run_id="one", manifest=manifest, weights_sha256=sha256_of(weights))
+        put_commit(store, step, epoch.epoch, run_id="one", manifest=manifest, weights_sha256=sha256_of(weights),
+                   metrics={"reward/mean": step / 10})  # fmt: skip
     return url
+
+
+def test_the_card_names_base_licence_data_reward_and_how_to_train_again(run, tmp_path):
+    (tmp_path / "start" / "README.md").write_text("---\nlicense: apache-2.0\ntags: [x]\n---\n# Start\nlicense: no\n")
+    export(run, tmp_path / "exported")
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert card.count("license: ") == card.count("license: apache-2.0") == 1
+    assert "# start, 2 steps of reinforcement learning" in card
+    assert "* **Rows**: `sums`; **reward**: `sums`" in card
+    assert "| 2 | 0.200 |" in card
+    assert load_config(str(tmp_path / "exported" / "pipelinerl.toml")) == open_run(run).config
 
 
 @pytest.mark.parametrize(("version", "value"), [("last", 2.0), pytest.param("0", 0.0, marks=pytest.mark.slow)])

@@ -1,0 +1,87 @@
+"""README.md of an exported model: base, data, reward, curve, and how to train it again."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipelinerl_core import __version__
+from pipelinerl_core.config import RunConfig, as_toml
+from pipelinerl_core.config.prompts import RowPrompts
+from pipelinerl_core.config.verifier import verifier_name
+from pipelinerl_core.models.hub import is_hub_model
+from pipelinerl_core.run.context import RunContext
+from pipelinerl_core.run.follow import RunFollower
+
+CARD, SETTINGS = "README.md", "pipelinerl.toml"
+_ROWS = 10
+"""Rows of the table of training rewards at most."""
+
+
+def write_card(run: RunContext, version: int, base: Path, directory: Path) -> None:
+    """Write CARD and SETTINGS into the directory of an exported version.
+
+    base: directory of the starting model, whose card names its licence.
+    """
+    (directory / SETTINGS).write_text(as_toml(run.config), encoding="utf-8")
+    (directory / CARD).write_text("\n".join(_lines(run, version, base)) + "\n", encoding="utf-8")
+
+
+def _lines(run: RunContext, version: int, base: Path) -> Iterator[str]:
+    config = run.config
+    path, _, revision = config.model.path.partition("@")
+    yield from ("---", "library_name: transformers", "tags: [reinforcement-learning, pipelinerl]")
+    if is_hub_model(config.model.path):
+        yield f"base_model: {path}"
+    yield from (*_licence(base), "---", "")
+    is_name = is_hub_model(config.model.path) or path.startswith("builtin:")
+    name = run.record.parent or (path if is_name else Path(path).name)
+    yield f"# {name.rpartition('/')[2]}, {version} steps of reinforcement learning"
+    yield ""
+    yield f"* **Base**: `{name}`{f', revision `{revision}`' if revision else ''}. Its licence and its limits hold."
+    for part, own in config.parts.items():
+        yield f"* **Rows{f' of {part}' if part else ''}**: {_prompts(own)}; **reward**: `{verifier_name(own)}`"
+    figures = f"{config.trainer.groups_per_step} groups of {config.rollouts.group_size} completions per step"
+    yield f"* **Training**: loss {config.loss.kind}, learning rate {config.learner.lr:g}, {figures}, {config.dtype}."
+    results = list(_results(run, version))
+    yield from ("", *(["## Results", "", *results] if results else []), "## Train it again", "")
+    yield f"    pipelinerl train {SETTINGS}      # pipelinerl {run.record.code_version or __version__}"
+    yield ""
+    yield f"This is version {version} of run `{run.run_id}`."
+    yield f"Rows, reward function and base must be where `{SETTINGS}` names them."
+
+
+def _results(run: RunContext, version: int) -> Iterator[str]:
+    follower = RunFollower(run.store)
+    follower.refresh()
+    evals = [record for record in follower.evals.values() if record.version <= version]
+    if evals:
+        yield from ("| version | mean reward of held-out prompts | 95 % interval | prompts |", "|---|---|---|---|")
+        for record in evals:
+            interval = "" if record.low is None else f"{record.low:.3f} to {record.high:.3f}"
+            yield f"| {record.version} | {record.accuracy:.3f} | {interval} | {record.num_prompts:,} |"
+        yield ""
+    rewards = {
+        step: commit.metrics["reward/mean"]
+        for step, commit in follower.commits.items()
+        if step <= version and "reward/mean" in commit.metrics
+    }
+    if rewards:
+        every = -(-len(rewards) // _ROWS)
+        yield from ("| step | mean training reward |", "|---|---|")
+        yield from (f"| {step} | {reward:.3f} |" for step, reward in list(rewards.items())[:: every or 1])
+        yield ""
+
+
+def _prompts(config: RunConfig) -> str:
+    prompts = config.prompts
+    return f"`{Path(prompts.path).name}` ({prompts.kind})" if isinstance(prompts, RowPrompts) else f"`{prompts.kind}`"
+
+
+def _licence(base: Path) -> list[str]:
+    """The line of the licence in the card of the base."""
+    try:
+        text = (base / CARD).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return []
+    matter = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
+    return re.findall(r"^license(?:_name|_link)?: .*$", matter[1], re.MULTILINE) if matter else []
