@@ -28,10 +28,10 @@ def local_files(config: RunConfig) -> dict[str, str]:
 
 def check_local_files(run: RunContext) -> None:
     """Raise ConfigError if rows or a model have changed since the run started."""
-    found = local_files(run.config)
+    digests = local_files(run.config)
     for key, path in _paths(run.config):
         stored = run.record.files.get(key)
-        if stored is not None and found.get(key, stored) != stored:
+        if stored is not None and digests.get(key, stored) != stored:
             raise ConfigError(
                 f"{key}: {path} has changed since the run started, and the run cannot continue with other rows or "
                 "another model. Restore the file, or start a new run, for example from the weights of this run "

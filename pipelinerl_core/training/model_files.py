@@ -1,7 +1,6 @@
 """Whether the files of a model directory are complete and belong together, from their headers: no weight is read."""
 
 import json
-import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.utils.logging import disable_progress_bar
 
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.paths import read_model_config
@@ -32,8 +30,6 @@ def check_model_files(directory: Path, key: str = "model.path") -> None:
             f"{where}: its weights are quantized ({method or 'quantization_config in config.json'}), and quantized "
             "weights cannot be trained. Take the model without quantization"
         )
-    logging.disable(logging.WARNING)
-    disable_progress_bar()  # type: ignore[no-untyped-call]
     settings = _loaded(AutoConfig, directory, "config.json", where)
     if (directory / "generation_config.json").exists():
         _loaded(GenerationConfig, directory, "generation_config.json", where)

@@ -179,7 +179,7 @@ def test_a_first_start_waits_for_mlflow_and_refuses_a_server_that_does_not_answe
 
 def test_only_the_checks_of_a_first_start_ask_for_mlflow(monkeypatch, tmp_path):
     asked = []
-    names = ("root", "hub_address", "packages", "prompts", "reward", "objective", "model", "space")
+    names = ("root", "hub_address", "packages", "prompts", "reward", "objective", "model", "space", "local_files")
     for name in names:
         monkeypatch.setattr(checks, f"check_{name}", lambda *_: [])
     monkeypatch.setattr(checks, "check_mlflow", asked.append)
