@@ -9,7 +9,6 @@ A run that `start` or `resume` has started is a child process: the same command 
 `pipelinerl train`. Reading needs no child process and works on runs of other programs and hosts.
 """
 
-import functools
 import json
 import re
 import signal
@@ -18,17 +17,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from inspect import signature
+from operator import index
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
-
-from pydantic import ConfigDict, ValidationError, validate_call
+from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
 
 from pipelinerl_core.config import RunConfig, as_toml
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.models.resolve import load_config as _load_config
-from pipelinerl_core.ranges import first_error
 from pipelinerl_core.report.live_view import run_status
 from pipelinerl_core.report.run_list import list_runs
 from pipelinerl_core.run.commits import Commits, read_commits
@@ -44,8 +40,6 @@ from pipelinerl_core.supervision.role_commands import ending_with_parent
 if TYPE_CHECKING:
     import pyarrow as pa
 
-P = ParamSpec("P")
-R = TypeVar("R")
 _POLL_SECONDS = 0.3
 _STOP_SECONDS = 60.0
 """Deadline of the end of a run after `stop(now=True)`."""
@@ -54,39 +48,43 @@ _PREFECT_LINE = re.compile(r"\d\d:\d\d:\d\d\.\d+ \| ")
 """The beginning of a line of Prefect's log."""
 
 
-def _typed(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, with ConfigError for an argument of another type than its annotation."""
-    hints = function.__annotations__
-    function.__annotations__ = {name: hint for name, hint in hints.items() if name != "return"}  # not defined yet
-    checked = validate_call(config=ConfigDict(arbitrary_types_allowed=True, strict=True))(function)
-    function.__annotations__ = hints
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            named = signature(function).bind(*args, **kwargs).arguments  # messages name the argument
-        except TypeError:
-            return function(*args, **kwargs)  # the error of Python
-        try:
-            return cast(Callable[..., R], checked)(**named)
-        except ValidationError as error:
-            raise ConfigError(f"{function.__name__}(): {first_error(error)}") from None
-
-    return call
+def _text(name: str, value: object) -> str:
+    """A text or a path as text. Raises ConfigError for another value of the argument `name`."""
+    if isinstance(value, str | Path):
+        return str(value)
+    raise ConfigError(f"{name} is {value!r:.100}, but must be text or a path")
 
 
-@_typed
-def load_config(source: str, overrides: Sequence[str] = ()) -> RunConfig:
+def _texts(overrides: Iterable[str]) -> list[str]:
+    """Raises ConfigError unless the overrides are several texts."""
+    values = None if isinstance(overrides, str) or not isinstance(overrides, Iterable) else list(overrides)
+    if values is None or not all(isinstance(value, str) for value in values):
+        raise ConfigError(f'overrides is {overrides!r:.100}, but must be a list such as ["trainer.steps=20"]')
+    return values
+
+
+def _number(name: str, value: SupportsIndex) -> int:
+    """Raises ConfigError for another value of the argument `name` than a whole number."""
+    try:
+        return index(value)
+    except TypeError:
+        raise ConfigError(f"{name} is {value!r:.100}, but must be a whole number") from None
+
+
+def load_config(source: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """The configuration of a preset name or TOML file, with overrides such as "trainer.steps=20".
 
     Raises ConfigError with one line for each mistake.
     """
-    return _load_config(source, overrides)
+    return _load_config(_text("source", source), _texts(overrides))
 
 
-@_typed
 def start(
-    config: RunConfig | str = "quickstart", overrides: Sequence[str] = (), *, root: str = "", detached: bool = False
+    config: RunConfig | str | Path = "quickstart",
+    overrides: Iterable[str] = (),
+    *,
+    root: str | Path = "",
+    detached: bool = False,
 ) -> "Run":
     """Start a run and return when the run exists in the store; the training continues in a child process.
 
@@ -98,18 +96,18 @@ def start(
     if isinstance(config, RunConfig):
         source = Path(tempfile.mkdtemp(prefix="pipelinerl-")) / "notebook.toml"
         source.write_text(as_toml(config), encoding="utf-8")
-        config = str(source)
-    return _launch(["train", config, *overrides, "--root", root_url(root)], detached=detached)
+        config = source
+    command = ["train", _text("config", config), *_texts(overrides), "--root", root_url(_text("root", root))]
+    return _launch(command, detached=detached)
 
 
-@_typed
 def train(
     data: Any,
     reward: str | Callable[..., Any] = "",
     *,
-    model: str = "",
-    overrides: Sequence[str] = (),
-    root: str = "",
+    model: str | Path = "",
+    overrides: Iterable[str] = (),
+    root: str | Path = "",
 ) -> "Run":
     """Train on rows with a reward function, show the progress, and return when the run has ended.
 
@@ -126,22 +124,21 @@ def train(
     from pipelinerl_core.tools.own_objects import function_location, rows_file
     from pipelinerl_core.tools.own_rows import PRESET, guess
 
-    chosen = [*((f"model.path={model}",) if model else ()), *overrides]
+    chosen = [*((f"model.path={_text('model', model)}",) if model else ()), *_texts(overrides)]
     run = start(PRESET, [*guess(str(rows_file(data)), function_location(reward), chosen), *chosen], root=root)
     run._show()
     return run
 
 
-@_typed
-def open_run(run: str = "latest", root: str = "") -> "Run":
+def open_run(run: str | Path = "latest", root: str | Path = "") -> "Run":
     """An existing run: id under the root, `latest`, path or URL. Raises ConfigError if there is no such run."""
-    return Run(locate_run(run, root))
+    return Run(locate_run(_text("run", run), _text("root", root)))
 
 
-@_typed
-def runs(root: str = "", limit: int = 0) -> list[dict[str, Any]]:
+def runs(root: str | Path = "", limit: int = 0) -> list[dict[str, Any]]:
     """The newest `limit` runs below a root (0: all), newest first, as `pipelinerl runs --json` lists them."""
-    return [run.document() for run in list_runs(open_store(root_url(root)), limit)]
+    listed = list_runs(open_store(root_url(_text("root", root))), _number("limit", limit))
+    return [run.document() for run in listed]
 
 
 class Run:
@@ -194,7 +191,6 @@ class Run:
             columns[name] = pa.array([commit.metrics.get(name) for commit in commits], pa.float64())
         return pa.table(columns)
 
-    @_typed
     def rollouts(self, steps: int | Iterable[int] | None = None, *, text: bool = True) -> "pa.Table":
         """The rows that were trained, in training order, with the columns of docs/storage.md.
 
@@ -224,7 +220,6 @@ class Run:
         )
         return [record.model_dump(mode="json") for record in records]
 
-    @_typed
     def evaluate(self, version: int | str = "last") -> list[dict[str, Any]]:
         """Evaluate a weight version, "first", "last" or "all" on the held-out prompts, in a child process."""
         from pipelinerl_core.supervision.run_roles import evaluate
@@ -236,12 +231,11 @@ class Run:
         """The weight versions that the store has, which `evaluate` and `export` accept."""
         return sorted(stored_versions(self._store))
 
-    @_typed
     def export(self, directory: str | Path, version: int | str = "last") -> Path:
         """Write a version as a directory for transformers, vLLM and model.path; the directory must not exist."""
         from pipelinerl_core.tools.export import export
 
-        return Path(export(self.url, Path(directory), str(version))["directory"]).resolve()
+        return Path(export(self.url, Path(_text("directory", directory)), str(version))["directory"]).resolve()
 
     @property
     def is_running(self) -> bool:
@@ -250,14 +244,15 @@ class Run:
             return True
         return bool(self.status()["state"] == "running")
 
-    @_typed
     def wait(self, timeout_seconds: float | None = None) -> dict[str, Any]:
         """Wait for the end of the run and return `status()`.
 
         Raises TimeoutError after timeout_seconds, PipelineRLError with the last lines of the log if the run that this
         process started has failed. A keyboard interrupt ends the wait and not the run.
         """
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        if timeout_seconds is not None and not isinstance(timeout_seconds, SupportsFloat):
+            raise ConfigError(f"timeout_seconds is {timeout_seconds!r:.100}, but must be a number")
+        deadline = None if timeout_seconds is None else time.monotonic() + float(timeout_seconds)
         while self.is_running:
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"{self.id} still runs after {timeout_seconds:g} s")
@@ -291,10 +286,9 @@ class Run:
         else:
             self._process.interrupt()
 
-    @_typed
-    def resume(self, overrides: Sequence[str] = (), *, detached: bool = False) -> "Run":
+    def resume(self, overrides: Iterable[str] = (), *, detached: bool = False) -> "Run":
         """Continue the run from its last commit in a child process; raises ConfigError if the run is live."""
-        return _launch(["resume", self.url, *overrides], detached=detached)
+        return _launch(["resume", self.url, *_texts(overrides)], detached=detached)
 
     def _with_text(self, table: "pa.Table") -> "pa.Table":
         import pyarrow as pa
@@ -315,7 +309,12 @@ class Run:
 def _steps(steps: int | Iterable[int] | None, commits: Commits) -> list[int]:
     """The steps to read. Raises ConfigError for a step without a commit."""
     known = [step for step in commits if step > 0]
-    wanted = known if steps is None else [steps] if isinstance(steps, int) else list(steps)
+    if steps is None:
+        wanted = known
+    elif isinstance(steps, Iterable) and not isinstance(steps, str):
+        wanted = [_number("a step", step) for step in steps]
+    else:
+        wanted = [_number("a step", steps)]
     for step in wanted:
         if step not in known:
             there = f"steps {known[0]} to {known[-1]} are" if known else "no step is"

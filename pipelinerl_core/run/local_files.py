@@ -5,6 +5,7 @@ Other rows are other prompts behind the same group numbers, and other held-out p
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from pipelinerl_core.run.records import EXPORT_ORIGIN
 _WEIGHTS = (".safetensors", ".bin")
 """Of these files only size, first and last bytes count, because a model may have a terabyte."""
 _END_BYTES = 1 << 20
-_MODEL_FILES = (".json", ".jinja", ".model", ".txt", *_WEIGHTS)
+_MODEL_FILES = re.compile(r"[^.].*\.(json|jinja|model|safetensors|bin)|(vocab|merges)\.txt")
+_ROW_FILES = re.compile(r"(?!cache-)[^.].*\.(arrow|csv|json|jsonl|parquet|tsv|txt)(\.\w+)?")
+"""Without caches, which the library datasets writes beside the rows."""
 
 
 def local_files(config: RunConfig) -> dict[str, str]:
@@ -31,11 +34,14 @@ def check_local_files(run: RunContext) -> None:
     digests = local_files(run.config)
     for key, path in _paths(run.config):
         stored = run.record.files.get(key)
-        if stored is not None and digests.get(key, stored) != stored:
+        where = str(path) if path.is_absolute() else f"{path} in the working directory {Path.cwd()}"
+        if stored is not None and key not in digests:
+            raise ConfigError(f"{key}: {where} is not there. Resume the run in the directory in which it was started")
+        if stored is not None and digests[key] != stored:
             raise ConfigError(
-                f"{key}: {path} has changed since the run started, and the run cannot continue with other rows or "
-                "another model. Restore the file, or start a new run, for example from the weights of this run "
-                f"(`pipelinerl export {run.run_id}`)"
+                f"{key}: {where} is not what the run started with, and the run cannot continue with other rows or "
+                "another model. Restore the file, resume the run in the directory in which it was started, or start "
+                f"another run from its weights (`pipelinerl train --from {run.run_id}`)"
             )
 
 
@@ -57,13 +63,15 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, Path]]:
 def _digest(path: Path) -> str:
     """16 hex digits of sha256 over names and contents."""
     total = hashlib.sha256()
-    directory = path if path.is_dir() else None
-    files = [path] if directory is None else sorted(file for file in path.rglob("*") if file.is_file())
+    if not path.is_dir():
+        files = [path]
+    elif (path / "config.json").exists():
+        files = sorted(file for file in path.iterdir() if _MODEL_FILES.fullmatch(file.name))
+    else:
+        files = sorted(file for file in path.rglob("*") if _ROW_FILES.fullmatch(file.name))
     for file in files:
-        if directory is not None and (directory / "config.json").exists() and file.suffix not in _MODEL_FILES:
-            continue
-        name = "" if directory is None else file.relative_to(directory).as_posix()
-        total.update(f"{name}\0{_file_digest(file)}\0".encode())
+        name = file.relative_to(path).as_posix()  # of a single file: "."
+        total.update(f"{name}\0{_file_digest(file)}\0".encode() if file.is_file() else b"")
     return total.hexdigest()[:16]
 
 

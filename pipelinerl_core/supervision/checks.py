@@ -106,10 +106,10 @@ def check_all(config: RunConfig, root: str, *, run: RunContext | None = None) ->
     facts = check_prompts(config)
     warnings = [*empty_slots(config), *check_reward(config, run)]
     check_objective(config, run)
-    check_loading(config)
+    warnings += check_loading(config)
     check_model(config)
     if not is_model_there and is_hub_model(config.model.path):
-        check_loading(config)  # again, now with its files
+        warnings += check_loading(config)  # again, now with its files
     warnings += fits if is_model_there else check_fit(config)
     check_space(config, root)
     if is_model_there:
@@ -157,14 +157,15 @@ def obtain(path: str) -> Path | None:
     return resolve_model_path(path)
 
 
-def check_loading(config: RunConfig) -> None:
+def check_loading(config: RunConfig) -> list[str]:
     """Learner and engine can compute the architecture of the model, which is tried with a small model, before a
-    download; and the files of each model on this host are complete."""
+    download; and the files of each model on this host are complete. Returns lines of text about the models."""
     recipes = [builtin_recipe(path) for path in config.model_paths.values()]
     if any(isinstance(recipe, TinyModel | None) for recipe in recipes):
-        _check_in_child(
+        return _check_in_child(
             "model.path", "pipelinerl_core.tools.check_model", config.model_dump(mode="json"), PROMPTS_SECONDS
         )
+    return []
 
 
 def check_references(config: RunConfig) -> None:
@@ -402,6 +403,8 @@ def _check_database(uri: str) -> None:
 def _check_file(uri: str, path: Path) -> None:
     """A file that exists is a database of SQLite; MLflow creates a file that does not exist in a directory."""
     nearest = next(parent for parent in path.absolute().parents if parent.exists())  # MLflow creates the others
+    if path.parts[0] == "~":
+        raise ConfigError(f"tracking.mlflow_uri={uri}: ~ is not replaced in a URI. Write the home directory out")
     try:
         with NamedTemporaryFile(dir=nearest):  # SQLite writes a second file beside its own
             pass

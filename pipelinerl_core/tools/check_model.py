@@ -30,14 +30,17 @@ _WINDOW = 3
 """Sliding window of the small model: shorter than the sequences of the checks."""
 
 
-def check(config: RunConfig) -> None:
-    """Raise ConfigError, one line, if a role cannot load or compute a model of the configuration."""
+def check(config: RunConfig) -> list[str]:
+    """Raise ConfigError, one line, if a role cannot load or compute a model of the configuration. Returns lines of
+    text about the models."""
+    lines: list[str] = []
     if isinstance(builtin_recipe(config.model.path), TinyModel | None):
         _check_architecture(config)
     for key, path in config.model_paths.items():
         directory = resolve_model_path(path)
         if builtin_recipe(path) is None and directory is not None and (directory / "config.json").is_file():
-            check_model_files(directory, key)
+            lines += check_model_files(directory, key)
+    return lines
 
 
 def _check_architecture(config: RunConfig) -> None:
@@ -104,8 +107,7 @@ def _line(error: Exception) -> str:
 def _check(given: Any) -> list[str]:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    check(build_config(given))
-    return []
+    return check(build_config(given))
 
 
 if __name__ == "__main__":

@@ -52,15 +52,16 @@ def rows_file(data: Any) -> Path:
 
 
 def function_location(function: str | Callable[..., Any]) -> str:
-    """FILE.py:FUNCTION of a function. A function of a notebook or a started program is written to a file with what it
-    uses: modules, literals, and other functions and classes. Raises ConfigError if it uses other objects.
+    """FILE.py:FUNCTION of a function. A function of a notebook, of a started program or inside of another function is
+    written to a file with what it uses: modules, literals, and other functions and classes. Raises ConfigError if it
+    uses other objects.
     """
     if isinstance(function, str):
         return function
     name = getattr(function, "__name__", "")
     if not inspect.isfunction(function) or not name.isidentifier():
         raise ConfigError("reward is no function that `def` defines. Give such a function, or FILE.py:FUNCTION")
-    if function.__module__ != "__main__":
+    if _is_importable(function):
         return f"{inspect.getfile(function)}:{name}"
     definitions: dict[str, str] = {}
     _define(name, function, definitions)
@@ -74,7 +75,7 @@ def _define(name: str, value: Any, definitions: dict[str, str]) -> None:
         return
     if isinstance(value, ModuleType):
         definitions[name] = f"import {value.__name__} as {name}"
-    elif (inspect.isroutine(value) or inspect.isclass(value)) and value.__module__ != "__main__":
+    elif (inspect.isroutine(value) or inspect.isclass(value)) and _is_importable(value):
         definitions[name] = f"from {value.__module__} import {value.__name__} as {name}"
     elif inspect.isfunction(value) or inspect.isclass(value):
         definitions[name] = ""  # it may use itself
@@ -92,6 +93,10 @@ def _define(name: str, value: Any, definitions: dict[str, str]) -> None:
             f"the reward function uses {name}, a {type(value).__name__}, which cannot be written to a file. Create "
             "the object inside of the function, or put the function into a file"
         )
+
+
+def _is_importable(value: Any) -> bool:
+    return value.__module__ != "__main__" and "<locals>" not in value.__qualname__
 
 
 def _source(name: str, value: Any) -> str:

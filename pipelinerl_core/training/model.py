@@ -5,6 +5,7 @@ Shapes: T = packed tokens, N = chosen tokens, C = hidden size, V = vocabulary.
 
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
@@ -56,11 +57,15 @@ def load_model(
     """
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"{key}={path}: no config.json there. Give the directory of a Hugging Face model")
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
-    )
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
+        )
+    except (EOFError, KeyError, ValueError, UnpicklingError) as error:  # damaged files; others may be transient
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{key}={path}: cannot be loaded: {type(error).__name__}: {reason}") from None
     model, info = loaded
-    check_tensors(info, f"{key}={path}")
+    check_tensors(model, info, f"{key}={path}")
     for name, weights in model.named_parameters():
         if not weights.detach().sum(dtype=torch.float32).isfinite():
             raise ConfigError(f"{key}={path}: tensor {name} has values that are not finite. Take another model")

@@ -4,6 +4,7 @@ import ast
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import pipelinerl
@@ -113,18 +114,33 @@ def test_stop_now_ends_all_processes_and_resume_continues(tmp_path):
 
 
 @pytest.mark.parametrize(("call", "message"), [
-    (lambda: pipelinerl.load_config(3), "load_config(): source: Input should be a valid string"),
-    (lambda: pipelinerl.load_config("quickstart", "trainer.steps=3"), "load_config(): overrides: 'str' instances"),
-    (lambda: pipelinerl.load_config("quickstart", [3]), "load_config(): overrides.0: Input"),
-    (lambda: pipelinerl.start("quickstart", root=3), "start(): root: Input should be a valid string"),
-    (lambda: pipelinerl.open_run(None), "open_run(): run: Input should be a valid string"),
-    (lambda: pipelinerl.runs(limit="a"), "runs(): limit: Input should be a valid integer"),
-    (lambda: pipelinerl.Run("memory://x").wait("a"), "wait(): timeout_seconds: Input should be a valid number"),
-    (lambda: pipelinerl.Run("memory://x").rollouts(1.5), "rollouts(): steps.int: Input should"),
-    (lambda: pipelinerl.Run("memory://x").export(3), "export(): directory.str: Input should be a valid string"),
-    (lambda: pipelinerl.Run("memory://x").resume("a=1"), "resume(): overrides: 'str' instances"),
+    (lambda: pipelinerl.load_config(3), "source is 3, but must be text or a path"),
+    (lambda: pipelinerl.load_config("quickstart", "trainer.steps=3"), "overrides is 'trainer.steps=3', but"),
+    (lambda: pipelinerl.load_config("quickstart", [3]), "overrides is [3], but must be a list such as"),
+    (lambda: pipelinerl.start("quickstart", root=3), "root is 3, but must be text or a path"),
+    (lambda: pipelinerl.start({"trainer": {}}), "config is {'trainer': {}}, but must be text or a path"),
+    (lambda: pipelinerl.open_run(None), "run is None, but must be text or a path"),
+    (lambda: pipelinerl.runs(limit="a"), "limit is 'a', but must be a whole number"),
+    (lambda: pipelinerl.Run("memory://x").wait("a"), "timeout_seconds is 'a', but must be a number"),
+    (lambda: pipelinerl.Run("memory://x").export(3), "directory is 3, but must be text or a path"),
+    (lambda: pipelinerl.Run("memory://x").resume("a=1"), "overrides is 'a=1', but must be a list"),
 ])  # fmt: skip
 def test_an_argument_of_another_type_is_one_line(call, message):
     with pytest.raises(ConfigError) as caught:
         call()
     assert str(caught.value).startswith(message)
+
+
+def test_paths_and_numbers_of_numpy_are_taken(tmp_path):
+    (tmp_path / "mine.toml").write_text("[trainer]\nsteps = 7\n")
+    overrides = (f"seed={number}" for number in (1, 2))
+    config = pipelinerl.load_config(tmp_path / "mine.toml", overrides)
+    assert (config.trainer.steps, config.seed) == (7, 2)
+    assert pipelinerl.runs(tmp_path, limit=np.int64(3)) == []
+
+
+def test_a_step_is_a_whole_number(shown):
+    run = shown[0]["run"]
+    assert run.rollouts(np.int64(2), text=False).num_rows == run.rollouts(np.arange(2, 3), text=False).num_rows
+    with pytest.raises(ConfigError, match=r"a step is 1\.5, but must be a whole number"):
+        run.rollouts(1.5)

@@ -33,7 +33,8 @@ def kill(run: "Simulation", rng: random.Random) -> str:
 
 def pause(run: "Simulation", rng: random.Random) -> str:
     name, (seconds,) = rng.choice(run.names), rng.choices([0.5, 5.0, 15.0, 120.0, 3600.0], [30, 30, 30, 9, 1])
-    run.processes[name].paused_until = run.world.now + seconds
+    own = run.processes[name]
+    own.paused_until = max(own.paused_until, run.world.now + seconds)
     return f"{name} for {seconds} s"
 
 

@@ -51,13 +51,35 @@ def test_the_same_contents_with_other_times_are_the_same(run, tmp_path):
 def test_a_change_is_refused(run, tmp_path, key, name):
     with (tmp_path / name).open("ab") as file:
         file.write(b"\n")
-    with pytest.raises(ConfigError, match=f"{key}: .* has changed since the run started"):
+    with pytest.raises(ConfigError, match=f"{key}: .* is not what the run started with"):
         check_local_files(run)
 
 
-def test_a_file_that_is_gone_is_for_the_checks_of_rows_and_models(run, tmp_path):
-    (tmp_path / "rows.jsonl").unlink()
+def test_files_that_nobody_reads_may_come_and_go(run, tmp_path):
+    (tmp_path / "model" / ".DS_Store").write_text("x")
+    (tmp_path / "model" / "notes.txt").write_text("x")
+    (tmp_path / "model" / "checkpoint").mkdir()
+    (tmp_path / "model" / "checkpoint" / "model.safetensors").write_bytes(b"x")
     check_local_files(run)
+
+
+def test_the_caches_of_a_data_set_are_no_rows(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "data-00000-of-00001.arrow").write_bytes(b"rows")
+    config = load_config("quickstart", ["prompts.kind=huggingface", f"prompts.path={tmp_path}/data"])
+    run = create_run(run_url(str(tmp_path), "h"), config, flow_run_id="f", mlflow=None)
+    (tmp_path / "data" / "cache-1234.arrow").write_bytes(b"x")
+    (tmp_path / "data" / "README.md").write_text("x")
+    check_local_files(run)
+    (tmp_path / "data" / "data-00001-of-00002.arrow").write_bytes(b"more rows")
+    with pytest.raises(ConfigError, match=r"prompts\.path: .* is not what the run started with"):
+        check_local_files(run)
+
+
+def test_another_working_directory_is_named(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path.parent)
+    with pytest.raises(ConfigError, match=f"in the working directory {tmp_path.parent} is not there"):
+        check_local_files(run)
 
 
 def test_built_in_models_and_generated_prompts_have_no_files(tmp_path):

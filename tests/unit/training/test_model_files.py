@@ -41,7 +41,9 @@ def in_shards(directory: Path) -> None:
     for file in set(names.values()):
         part = {name: all_tensors[name] for name in names if names[name] == file}
         save_file(part, directory / file, metadata={"format": "pt"})
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 1}, "weight_map": names})
+    )
 
 
 # Heads that are tied, experts that the library merges, and names other than those of Llama.
@@ -89,6 +91,35 @@ BROKEN = {
         lambda d: [in_shards(d), (d / "model.safetensors.index.json").write_text("[]")],
         "its model.safetensors.index.json is damaged",
     ),
+    "no metadata": (
+        lambda d: [
+            in_shards(d),
+            change(d, "model.safetensors.index.json", metadata=None),
+            (d / "model.safetensors.index.json").write_text('{"weight_map": {}}'),
+        ],
+        r"index.json is damaged \(KeyError: 'metadata'\)",
+    ),
+    "empty bin": (
+        lambda d: [(d / "model.safetensors").unlink(), (d / "pytorch_model.bin").write_bytes(b"")],
+        r"pytorch_model.bin is not complete \(no bytes\)",
+    ),
+    "shard of bin": (
+        lambda d: (d / "model.safetensors").rename(d / "pytorch_model-00001-of-00002.bin"),
+        "has no weights",
+    ),
+    "int8": (
+        lambda d: tensors(d, lambda named: {**named, UP: named[UP].to(torch.int8)}),
+        r"weights are quantized \(I8\)",
+    ),
+    "fewer layers": (
+        lambda d: change(d, "config.json", num_hidden_layers=1),
+        "its files have 9 tensors that config.json leaves out, for example model.layers.1.input_layernorm.weight",
+    ),
+    "no layers": (lambda d: change(d, "config.json", num_hidden_layers=0), "have 18 tensors that config.json leaves"),
+    "text as end": (
+        lambda d: (d / "generation_config.json").write_text('{"eos_token_id": "abc"}'),
+        "is no number of a token",
+    ),
     "missing": (
         lambda d: tensors(d, lambda named: {name: own for name, own in named.items() if name != UP}),
         f"its files lack 1 tensors, for example {UP}",
@@ -129,4 +160,28 @@ def test_the_learner_refuses_missing_tensors_and_values_that_are_not_finite(save
         load_model(saved, "float32")
     tensors(saved, lambda named: {name: own for name, own in named.items() if name != UP})
     with pytest.raises(ConfigError, match="its files lack 1 tensors"):
+        load_model(saved, "float32")
+
+
+def test_extra_tensors_of_other_programs_are_left_out(saved):
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "v_head.summary.weight": torch.ones(1, 8)}
+    tensors(saved, lambda named: {**named, **extra})
+    check_model_files(saved)
+    load_model(saved, "float32")
+
+
+def test_a_model_without_an_end_token_is_told(saved):
+    assert check_model_files(saved) == []
+    (saved / "generation_config.json").write_text("{}")
+    change(saved, "config.json", eos_token_id=None)
+    assert "has no end token (eos_token_id=None)" in check_model_files(saved)[0]
+    (saved / "generation_config.json").write_text('{"eos_token_id": [99999]}')
+    assert "has no end token (eos_token_id=[99999])" in check_model_files(saved)[0]
+
+
+def test_damaged_weights_of_torch_are_one_line_of_the_learner(saved):
+    (saved / "model.safetensors").unlink()
+    (saved / "pytorch_model.bin").write_bytes(b"no pickle")
+    check_model_files(saved)
+    with pytest.raises(ConfigError, match="cannot be loaded: UnpicklingError"):
         load_model(saved, "float32")
