@@ -85,11 +85,12 @@ def check_tensors(model: Any, info: Mapping[str, Any], where: str) -> None:
             f"{where}: its files lack {len(missing)} tensors, for example {missing[0]}{unused}. The model "
             "was not saved completely, or config.json and weights are of different models"
         )
-    own = {_LAYER.sub(".#.", name) for name in model.state_dict()}
-    more = [name for name in sorted(info["unexpected_keys"]) if _LAYER.sub(".#.", name) in own]
-    if not more and len(info["unexpected_keys"]) > len(own):  # not a few buffers or a value head
-        more = sorted(info["unexpected_keys"])
-    if more:
+    own, unexpected = {_LAYER.sub(".#.", name) for name in model.state_dict()}, sorted(info["unexpected_keys"])
+    more = [name for name in unexpected if _LAYER.search(name) and _LAYER.sub(".#.", name) in own]
+    if not more and len(unexpected) > len(own):  # not a few buffers or a value head
+        more = unexpected
+    predicts_more = getattr(model.config, "num_nextn_predict_layers", 0)  # layers after the last, which may be unused
+    if more and not predicts_more:
         raise ConfigError(
             f"{where}: its files have {len(more)} tensors that config.json leaves out, for example {more[0]}. "
             "config.json and weights are of different models"

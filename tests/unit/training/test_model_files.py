@@ -170,6 +170,13 @@ def test_extra_tensors_of_other_programs_are_left_out(saved):
     load_model(saved, "float32")
 
 
+def test_the_head_of_a_tied_model_may_be_in_the_file(tmp_path):
+    random_model({**_small(entries_of("llama")), "tie_word_embeddings": True}).save_pretrained(tmp_path)
+    tensors(tmp_path, lambda named: {**named, "lm_head.weight": named["model.embed_tokens.weight"].clone()})
+    check_model_files(tmp_path)
+    load_model(tmp_path, "float32")
+
+
 def test_a_model_without_an_end_token_is_told(saved):
     assert check_model_files(saved) == []
     (saved / "generation_config.json").write_text("{}")
