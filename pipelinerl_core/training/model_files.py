@@ -11,7 +11,6 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.models.paths import read_model_config
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """The file or the index of a model, in the order in which transformers looks for them."""
@@ -30,11 +29,10 @@ def check_model_files(directory: Path, key: str = "model.path") -> list[str]:
     Returns lines of text about what is unusual.
     """
     where = f"{key}={directory}"
-    entries = read_model_config(directory)
-    if quantized := entries.get("quantization_config"):
+    settings = _loaded(AutoConfig, directory, "config.json", where)
+    if quantized := getattr(settings, "quantization_config", None):
         method = quantized.get("quant_method", "") if isinstance(quantized, dict) else ""
         raise ConfigError(_quantized(where, method or "quantization_config in config.json"))
-    settings = _loaded(AutoConfig, directory, "config.json", where)
     has_generation = (directory / "generation_config.json").exists()
     generation = _loaded(GenerationConfig, directory, "generation_config.json", where) if has_generation else settings
     notes = _end_notes(generation, settings, where)
