@@ -52,16 +52,14 @@ def test_try_trains_on_rows_and_prints_curve_completions_and_the_command_that_ch
     assert "  change             pipelinerl init mine.toml " in ended.stdout
 
 
-def contains(text, answer, digits):
-    return float(answer in text) + len(digits)
-
-
-def wants_more(text, missing):
-    return 1.0
-
-
 def test_a_program_trains_on_its_objects_and_is_told_what_is_wrong_with_them(home, monkeypatch):
     monkeypatch.chdir(home)
+
+    def contains(text, answer, digits):
+        return float(answer in text) + len(digits)
+
+    def wants_more(text, missing):
+        return 1.0
 
     run = pipelinerl.train(ROWS, contains, model=str(home / "model"), overrides=SMALL, root=str(home / "runs"))
     assert run.status()["state"] == "finished"
