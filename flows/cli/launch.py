@@ -176,7 +176,8 @@ def _signals_raise() -> Iterator[None]:
     """Let SIGTERM unwind the stack like Ctrl-C; Prefect's own handler, during the flow, calls this handler.
 
     A shell starts background commands with SIGINT ignored; the handler for SIGINT lets `kill -INT` stop them too.
-    Code of a library may swallow the exception: SIGTERM, which nobody repeats, is raised again until the block ends.
+    A library may swallow the exception of SIGTERM. Therefore SIGTERM is sent again every AGAIN_SECONDS until the
+    block ends.
     """
     again: list[Timer] = []
 

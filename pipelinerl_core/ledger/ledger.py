@@ -251,7 +251,8 @@ class Ledger(LedgerView):
     ) -> None:
         """Register a trainer with the reservation it holds, if any. A newer epoch frees all earlier reservations.
 
-        quarantined: the groups that the trainer has quarantined at the same step. fates: those of the reservation.
+        quarantined: the groups that the trainer has quarantined at the same step. fates: the fates in the answer to
+        the reservation, which the trainer commits.
 
         After a restart of the hub the groups of the reservation leave their current state and are reserved again,
         because the trainer may commit them, and its fates are decided again. Actors deliver unsealed groups again,

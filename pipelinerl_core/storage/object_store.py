@@ -45,7 +45,10 @@ def open_store(url: str) -> Store:
         raise ConfigError("the store URL is empty; give a path, file://..., memory://... or s3://bucket/prefix")
     scheme, separator, rest = url.partition("://")
     if not separator:
-        scheme, rest = "file", str(Path(url).expanduser())
+        try:
+            scheme, rest = "file", str(Path(url).expanduser())
+        except RuntimeError as error:  # ~NAME of an unknown user
+            raise ConfigError(f"{url!r}: {error} Give a path without ~") from None
     if scheme not in STORES:
         raise ConfigError(
             f"{url!r}: unknown scheme {scheme!r}; give a path, file://, memory:// or s3://bucket/prefix"

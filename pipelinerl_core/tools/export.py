@@ -28,7 +28,10 @@ def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
     starting model is not on this host.
     """
     run = open_run(url)
-    directory = directory.expanduser()
+    try:
+        directory = directory.expanduser()
+    except RuntimeError as error:  # ~NAME of an unknown user
+        raise ConfigError(f"{directory}: {error} Give a path without ~") from None
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory}: not an empty directory. Set a directory that does not exist yet")
     source = resolve_model_path(run.config.model.path)

@@ -123,6 +123,7 @@ WRONG = [
     (MINE + "tracking.mlflow_uri=sqlite:///cut.db", "cut.db"),
     (MINE + "tracking.mlflow_uri=http://127.0.0.1:9", "127.0.0.1:9"),
     (MINE + "tracking.mlflow_uri=postgresql+nodriver://u:p@h/x", "nodriver"),
+    ("runs --root ~nobody-of-this-name/x", "Give a path without ~"),
     ("train", "name a preset or a TOML file"),
     ("train --from nothing@3", "nothing"),
     ("export latest /proc/x --root ~/nothing", "nothing"),

@@ -46,7 +46,7 @@ def in_shards(directory: Path) -> None:
     )
 
 
-# Heads that are tied, experts that the library merges, and names other than those of Llama.
+# Families with tied heads, with experts that the library merges, and with other names of tensors than Llama has.
 SAVED = "llama gemma3_text qwen2_moe mixtral olmoe deepseek_v3 phi3 gpt2 gpt_neox opt"
 
 
