@@ -25,19 +25,19 @@ class KVLoad:
     kv_usage: float
     """Share of the KV cache in use, in [0, 1]."""
     num_preemptions: int
-    """Since the start."""
+    """Since any moment before the controller was built; only those for lack of KV cache."""
 
 
 class ConcurrencyLimit:
     """The number of sequences that may run at once, from 1 to `ceiling`."""
 
-    def __init__(self, ceiling: int, *, now: float) -> None:
+    def __init__(self, ceiling: int, *, now: float, num_preemptions: int = 0) -> None:
         self.value = ceiling
         """The limit now."""
         self._ceiling = ceiling
         self._step = max(1, ceiling // 16)
         self._due = now + _INTERVAL_SECONDS
-        self._num_preemptions = 0
+        self._num_preemptions = num_preemptions
 
     def update(self, load: KVLoad, *, now: float) -> int:
         """Process one observation, `now` in seconds of any monotonic clock; returns the limit."""

@@ -172,6 +172,8 @@ async def test_log_probabilities_across_two_swaps_are_those_of_the_kv_policy(bui
         other = reference_logprobs(models, prompt, completion, recompute=kv != "recompute")
         np.testing.assert_allclose(completion.rollout_logprobs, same, atol=1e-4)
         assert np.abs(completion.rollout_logprobs - other).max() > 0.01
+    await asyncio.sleep(1.1)  # the limit of vLLM's slots is updated once a second
+    assert engine.stats().slots == 6  # what a swap preempts says nothing of the size of the KV cache
 
 
 async def test_draining_finishes_running_sequences_before_the_swap_and_holds_back_the_waiting(build):

@@ -59,8 +59,8 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
         super().__init__(max_len=max_len, vocab_size=vocab_size, eos_token_ids=self._eos_token_ids)
         self._keeper = CoreKeeper(core, staged, version=weight_version, on_open=self._admit, on_failure=self._fail)
         self._staged = staged
-        self._limit = ConcurrencyLimit(slots, now=time.monotonic())
         self._kv = kv
+        self._limit = ConcurrencyLimit(slots, now=time.monotonic(), num_preemptions=self._num_preemptions())
         self._order = itertools.count()
 
     # ---- the contract --------------------------------------------------------------------------------------------
@@ -251,10 +251,17 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
             running=len(self._running),
             queued=load.waiting,
             kv_usage=load.kv_usage,
-            num_preemptions=load.num_preemptions,
+            num_preemptions=self._num_preemptions(),
         )
         if self._limit.update(seen, now=time.monotonic()) > before:
             self._admit()
+
+    def _num_preemptions(self) -> int:
+        """Preemptions for lack of KV cache, where vLLM's count tells them.
+
+        With kv=recompute every swap preempts all running sequences: then only the use of the KV cache tells.
+        """
+        return 0 if self._kv == "recompute" else self._keeper.core.load.num_preemptions
 
     def _requeue(self, sequence: VLLMSequence) -> None:
         """Return a running sequence to its old position in the queue; no effect if the sequence has ended."""

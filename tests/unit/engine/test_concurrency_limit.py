@@ -25,6 +25,11 @@ def test_a_preemption_and_a_full_cache_cut_the_running_sequences_to_four_fifths(
     assert after(ConcurrencyLimit(100, now=0), load(50, 0.99)) == [40]  # places that stood empty are no measure
 
 
+def test_preemptions_before_the_controller_was_built_do_not_count():
+    limit = ConcurrencyLimit(100, now=0, num_preemptions=3)
+    assert after(limit, load(100, 0.5, num_preemptions=3), load(100, 0.5, num_preemptions=4)) == [100, 80]
+
+
 def test_the_limit_grows_by_a_sixteenth_only_while_all_places_are_in_use_and_nothing_queues():
     limit = ConcurrencyLimit(64, now=0)
     after(limit, load(64, 1.0))  # 51
