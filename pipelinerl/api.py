@@ -9,6 +9,7 @@ A run that `start` or `resume` has started is a child process: the same command 
 `pipelinerl train`. Reading needs no child process and works on runs of other programs and hosts.
 """
 
+import itertools
 import json
 import re
 import signal
@@ -194,8 +195,12 @@ class Run:
     def rollouts(self, steps: int | Iterable[int] | None = None, *, text: bool = True) -> "pa.Table":
         """The rows that were trained, in training order, with the columns of docs/storage.md.
 
-        steps: a step, or several; None: all steps. text: add `prompt` and `completion`, decoded by the tokenizer of
-        the run's model. Raises ConfigError for a step that was not trained, or if this host lacks the tokenizer.
+        `task` has the columns of the prompt's row, or the environment's task, as JSON.
+
+        steps: a step, or several; None: all steps. text: add `prompt`, `completion` and `turns`, decoded by the
+        tokenizer of the run's model; turns: [{given, text, reward}, ...], null for one turn; given: what the
+        environment said before the turn. Raises ConfigError for a step that was not trained, or if this host lacks
+        the tokenizer.
         """
         import pyarrow as pa
 
@@ -303,7 +308,26 @@ class Run:
         for name in ("prompt", "completion"):
             ids = table.column(f"{name}_token_ids").to_pylist()
             table = table.append_column(name, pa.array(tokenizer.decode_batch(ids, skip_special_tokens=False)))
-        return table
+        rows = table.select(["completion_token_ids", "turn_spans", "turn_rewards"]).to_pylist()
+        turns = [_turns(tokenizer, **row) if row["turn_spans"] else None for row in rows]
+        kind = pa.struct([("given", pa.string()), ("text", pa.string()), ("reward", pa.float64())])
+        return table.append_column("turns", pa.array(turns, pa.list_(kind)))
+
+
+def _turns(
+    tokenizer: Any,
+    completion_token_ids: list[int],
+    turn_spans: list[dict[str, int]],
+    turn_rewards: list[float] | None,
+) -> list[dict[str, Any]]:
+    edges = [edge for span in turn_spans for edge in (span["start"], span["end"])]
+    pieces = [completion_token_ids[start:end] for start, end in itertools.pairwise([0, *edges])]
+    texts = tokenizer.decode_batch(pieces, skip_special_tokens=False)
+    rewards: Sequence[float | None] = turn_rewards or [None] * len(turn_spans)
+    return [
+        {"given": given, "text": text, "reward": reward}
+        for given, text, reward in zip(texts[::2], texts[1::2], rewards, strict=True)
+    ]
 
 
 def _steps(steps: int | Iterable[int] | None, commits: Commits) -> list[int]:

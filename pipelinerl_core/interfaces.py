@@ -267,14 +267,18 @@ class EpisodeHost(Protocol):
     def once(self) -> Mapping[str, Any]:
         """Values that the environment has recorded, JSON values by key."""
 
-    async def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Reply | None:
-        """The model's next turn after these new messages; None if the budget of tokens or turns is used up.
+    async def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], after: int) -> Reply | None:
+        """The model's next turn after these new messages; None if the budget of tokens, turns or branches is used up.
 
-        Raises EnvironmentFailed or EngineError; the episode then has no result.
+        after: index of the turn that the messages follow; -1: they begin a history of their own. Any turn but the
+        last begins a branch. Raises EnvironmentFailed or EngineError; the episode then has no result.
         """
 
     def record(self, key: str, value: Any) -> None:
         """Record a value that must not be computed twice."""
+
+    def describe(self, task: Any) -> None:
+        """The environment's own task, a JSON value, for readers of the rollout's row; called before the first ask."""
 
     def restart(self) -> None:
         """The environment plays the episode again from the start: the next ask is the first one."""

@@ -3,6 +3,7 @@
 Array shapes in the field texts: P = prompt tokens, C = completion tokens, N = rollouts of a step.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -312,6 +313,11 @@ class Rollout:
     """Turns in order; loss_mask is False outside of turns. Empty if the whole completion is one turn."""
     turn_rewards: tuple[float, ...] = ()
     """Parts of the reward that belong to single turns, one per turn_spans; empty without such parts."""
+    branch_starts: tuple[int, ...] = ()
+    """Offsets in the completion where a context begins anew: from there to the next offset, or to the end, nothing
+    follows the prompt or an earlier token. Empty: the whole completion follows the prompt."""
+    task: str = "{}"
+    """Columns of the prompt's row, or the environment's task: a JSON object, with long values cut."""
 
     @property
     def num_tokens(self) -> int:
@@ -327,6 +333,12 @@ class Rollout:
     def num_turns(self) -> int:
         """Number of turns, at least 1."""
         return len(self.turn_spans) or 1
+
+    @property
+    def contexts(self) -> list[tuple[int, int]]:
+        """[start, end) in the completion of each context; the first context begins with the prompt."""
+        edges = (0, *self.branch_starts, self.num_tokens)
+        return list(itertools.pairwise(edges))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -5,6 +5,7 @@ steps. The times are exact: step n is reserved at START + n * STEP_SECONDS, comp
 """
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.data.codec import encode_batch, to_segment
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import ActorSample, FateRecord, SwapRecord
+from pipelinerl_core.prompts.sums import total
 from pipelinerl_core.run.records import (
     RUN_KEY,
     Commit,
@@ -91,6 +93,7 @@ def make_rollout(
         prompt_id=hashlib.sha256(prompt.encode()).hexdigest(),
         source="sums",
         env="sums",
+        task=json.dumps({"answer": str(total(prompt)), "terms": prompt.count("+") + 1}),
         actor=actor,
         group_size=4,
         prompt_token_ids=encode(prompt),

@@ -3,8 +3,8 @@
 Whatever depends on the data is decided on the CPU, where a pack is made: a GPU that is asked how many tokens a mask
 leaves must finish everything before it can answer.
 
-Shapes: T = packed tokens, S = sequences, L = longest sequence, N = sampled tokens, those whose
-log-probability matters, M = those of them that are trained.
+Shapes: T = packed tokens, S = sequences, one per rollout, K = contexts, one per sequence and one per branch of it,
+L = longest context, N = sampled tokens, those whose log-probability matters, M = those of them that are trained.
 """
 
 from collections.abc import Sequence
@@ -18,22 +18,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackLayout:
-    """Where the sequences of a pack are, for attention."""
+    """Where the contexts of a pack are, for attention: a token sees earlier tokens of its context."""
 
     lengths: tuple[int, ...]
-    """Tokens of each sequence; here, so that no device is asked for them."""
+    """Tokens of each context; here, so that no device is asked for them."""
     slots_T: Tensor
-    """int64, sequence * L + position: the place of each token in a padded [S, L] arrangement."""
+    """int64, context * L + position: the place of each token in a padded [K, L] arrangement."""
     cu_seqlens: Tensor
-    """[S + 1] int32, where each sequence begins, and T; the name that flash attention gave it."""
-    sequence_T: Tensor
-    """int32, the sequence of each token."""
+    """[K + 1] int32, where each context begins, and T; the name that flash attention gave it."""
+    context_T: Tensor
+    """int32, the context of each token."""
     block_masks: dict[int | None, Any] = field(default_factory=dict)
     """Masks of flex attention, by sliding window: made once for all layers (training/attention.py)."""
 
     @property
-    def num_sequences(self) -> int:
-        """S."""
+    def num_contexts(self) -> int:
+        """K."""
         return len(self.lengths)
 
     @property
@@ -47,21 +47,21 @@ class PackLayout:
             lengths=self.lengths,
             slots_T=moved(self.slots_T, device),
             cu_seqlens=moved(self.cu_seqlens, device),
-            sequence_T=moved(self.sequence_T, device),
+            context_T=moved(self.context_T, device),
         )
 
 
 def layout_of(lengths: Sequence[int]) -> PackLayout:
-    """The layout, on the CPU, of sequences of these lengths (1 or more), one after the other."""
-    lengths_S = np.asarray(lengths, dtype=np.int64)
-    ends_S = np.cumsum(lengths_S)
-    sequence_T = np.repeat(np.arange(len(lengths_S)), lengths_S)
-    positions_T = np.arange(len(sequence_T)) - np.repeat(ends_S - lengths_S, lengths_S)
+    """The layout, on the CPU, of contexts of these lengths (1 or more), one after the other."""
+    lengths_K = np.asarray(lengths, dtype=np.int64)
+    ends_K = np.cumsum(lengths_K)
+    context_T = np.repeat(np.arange(len(lengths_K)), lengths_K)
+    positions_T = np.arange(len(context_T)) - np.repeat(ends_K - lengths_K, lengths_K)
     return PackLayout(
-        lengths=tuple(lengths_S.tolist()),
-        slots_T=torch.from_numpy(sequence_T * int(lengths_S.max()) + positions_T),
-        cu_seqlens=torch.from_numpy(np.concatenate([[0], ends_S]).astype(np.int32)),
-        sequence_T=torch.from_numpy(sequence_T.astype(np.int32)),
+        lengths=tuple(lengths_K.tolist()),
+        slots_T=torch.from_numpy(context_T * int(lengths_K.max()) + positions_T),
+        cu_seqlens=torch.from_numpy(np.concatenate([[0], ends_K]).astype(np.int32)),
+        context_T=torch.from_numpy(context_T.astype(np.int32)),
     )
 
 
@@ -80,18 +80,18 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedBatch:
-    """One pack. The last token of a sequence is not in it: nothing that is sampled comes after it.
+    """One pack. The last token of a context is not in it: nothing that is sampled comes after it.
 
     Example: prompts [7, 8] and [9], completions [1, 2] and [3, 4, 5] -> T = 6, N = 5
         input_ids     7 8 1 9 3 4          source        1 2 3 4 5
         position_ids  0 1 2 0 1 2          target_ids    1 2 3 4 5
-        sequence_T    0 0 0 1 1 1          sequence_N    0 0 1 1 1
+        context_T     0 0 0 1 1 1          sequence_N    0 0 1 1 1
     """
 
     input_ids_T: Tensor
     """int64"""
     position_ids_T: Tensor
-    """int64, from 0 in every sequence."""
+    """int64, from 0 in every context."""
     layout: PackLayout
     row_S: Tensor
     """int64, index of each sequence in the list that was packed."""
@@ -118,6 +118,11 @@ class PackedBatch:
     def is_empty(self) -> bool:
         """Whether the pack has no row. Such a pack is one masked token, so that all ranks run the same operations."""
         return self.row_S.numel() == 0
+
+    @property
+    def num_sequences(self) -> int:
+        """S; 1 for an empty pack, whose token belongs to a sequence 0."""
+        return max(1, self.row_S.numel())
 
     @property
     def num_tokens(self) -> int:

@@ -1,7 +1,7 @@
 """Collate rows into packs of tensors.
 
-Shapes: T = packed tokens, S = sequences, N = sampled tokens, M = trained tokens, P = prompt tokens,
-C = completion tokens.
+Shapes: T = packed tokens, S = sequences, K = contexts (algo/packed.py), N = sampled tokens, M = trained tokens,
+P = prompt tokens, C = completion tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -105,8 +105,8 @@ def _lengths(rows: Sequence[TrainingRow], indices: Sequence[int]) -> list[int]:
 
 
 def num_forward_tokens(rollout: Rollout) -> int:
-    """Tokens of a rollout in a forward pass: all but the last, which predicts no sampled token."""
-    return len(rollout.prompt_token_ids) + rollout.num_tokens - 1
+    """Tokens of a rollout in a forward pass: all but the last of each context, which predicts no sampled token."""
+    return len(rollout.prompt_token_ids) + rollout.num_tokens - 1 - len(rollout.branch_starts)
 
 
 def collate(rows: Sequence[TrainingRow], indices: Sequence[int]) -> PackedBatch:
@@ -124,7 +124,8 @@ def collate(rows: Sequence[TrainingRow], indices: Sequence[int]) -> PackedBatch:
             )
     lengths_S = np.array([num_forward_tokens(row.rollout) for row in chosen], dtype=np.int64)
     starts_S = np.cumsum(lengths_S) - lengths_S
-    positions_T = np.arange(lengths_S.sum()) - np.repeat(starts_S, lengths_S)
+    lengths_K = np.array([length for row in chosen for length in _context_lengths(row.rollout)], dtype=np.int64)
+    positions_T = np.arange(lengths_S.sum()) - np.repeat(np.cumsum(lengths_K) - lengths_K, lengths_K)
     sampled = [np.flatnonzero(row.rollout.loss_mask) for row in chosen]
     counts_S = np.array([len(offsets) for offsets in sampled], dtype=np.int64)
     # The token before completion token c is at position P + c - 1 of its sequence.
@@ -132,9 +133,12 @@ def collate(rows: Sequence[TrainingRow], indices: Sequence[int]) -> PackedBatch:
     return PackedBatch(
         input_ids_T=_int64(np.concatenate([_inputs(row.rollout) for row in chosen])),
         position_ids_T=_int64(positions_T),
-        layout=layout_of(lengths_S.tolist()),
+        layout=layout_of([length for length in lengths_K.tolist() if length]),
         row_S=_int64(np.array(indices)),
-        source_N=_int64(np.repeat(first_sources_S, counts_S) + np.concatenate(sampled)),
+        source_N=_int64(
+            np.repeat(first_sources_S, counts_S)
+            + np.concatenate([_sources(row.rollout, offsets) for row, offsets in zip(chosen, sampled, strict=True)])
+        ),
         target_ids_N=_int64(_select([row.rollout.completion_token_ids for row in chosen], sampled)),
         sequence_N=_int64(np.repeat(np.arange(len(chosen)), counts_S)),
         rollout_logprobs_N=_float32(_select([row.rollout.rollout_logprobs for row in chosen], sampled)),
@@ -145,8 +149,28 @@ def collate(rows: Sequence[TrainingRow], indices: Sequence[int]) -> PackedBatch:
     )
 
 
+def _context_lengths(rollout: Rollout) -> list[int]:
+    """Tokens in a forward pass of each context: all but its last. A branch of one token has none."""
+    (_, end), *branches = rollout.contexts
+    return [len(rollout.prompt_token_ids) + end - 1, *(stop - start - 1 for start, stop in branches)]
+
+
 def _inputs(rollout: Rollout) -> NDArray[np.int32]:
-    return np.concatenate([rollout.prompt_token_ids, rollout.completion_token_ids[:-1]])
+    ids = rollout.completion_token_ids
+    (_, end), *branches = rollout.contexts
+    parts = [ids[start : stop - 1] for start, stop in branches]
+    return np.concatenate([rollout.prompt_token_ids, ids[: end - 1], *parts])
+
+
+def _sources(rollout: Rollout, offsets: Int64Array) -> Int64Array:
+    """The forward token that predicts each completion token at `offsets`, counted from the prompt's last token.
+
+    Nothing predicts the first token of a branch, which was not sampled: the token before it stands in.
+    """
+    if not rollout.branch_starts:
+        return offsets
+    # Each earlier context lacks its last token.
+    return offsets - np.searchsorted(rollout.branch_starts, offsets, side="right")
 
 
 def _versions(rollout: Rollout) -> NDArray[np.int32]:

@@ -42,6 +42,10 @@ class EnvironmentSection(Section):
     max_turns: int = Field(32, ge=1)
     """Turns of the model per episode at most; then the episode is cut and has reward 0, unless the class handles
     BudgetSpent."""
+    max_branches: int = Field(8, ge=0)
+    """Branches of an episode at most: histories that do not continue the previous call's, such as a compacted history
+    or a sub-agent's. Then the episode is cut as with max_turns. Each branch is trained as a sequence of its own, so
+    lower it if the trainer runs out of memory."""
     turn_tokens: int = Field(0, ge=0)
     """Tokens of one turn at most; 0: no limit below rollouts.max_tokens, which limits the whole episode. Set if one
     turn must not use up the tokens of the episode."""

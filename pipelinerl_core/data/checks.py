@@ -122,6 +122,8 @@ def _check_rows(batch: pa.RecordBatch, max_tokens_per_row: int) -> _Columns:
         _check_turn_spans(columns, offsets_R, mask_T)
     if columns["turn_rewards"].null_count < batch.num_rows:
         _check_turn_rewards(columns)
+    if columns["branch_starts"].null_count < batch.num_rows:
+        _check_branch_starts(columns, offsets_R, mask_T)
     if columns["origins"].null_count < batch.num_rows:
         _check_origins(columns, lengths_R)
     if columns["reward_components"].null_count < batch.num_rows:
@@ -217,6 +219,18 @@ def _check_turn_rewards(columns: _Columns) -> None:
     _require(~has_rewards_R | ((nums_R == turns_R) & (turns_R > 1)), "turn_rewards", rule, nums_R, turns_R)
     rule = f"holds {{}}; finite numbers within {MAX_REWARD:g} of 0"
     _require(np.abs(value_S) <= MAX_REWARD, "turn_rewards", rule, value_S, offsets_R=offsets_R)
+
+
+def _check_branch_starts(columns: _Columns, offsets_R: NDArray[Any], mask_T: BoolArray) -> None:
+    branches_R, start_S = flat_list(columns["branch_starts"].fill_null([]))
+    nums_R = _sizes(branches_R)
+    before_S, length_S = _before(branches_R, start_S), np.repeat(_sizes(offsets_R), nums_R)
+    rule = "has {} after {} of {} completion tokens; starts rise, from 1 on"
+    is_right_S = (start_S > before_S) & (start_S < length_S)
+    _require(is_right_S, "branch_starts", rule, start_S, before_S, length_S, offsets_R=branches_R)
+    is_given_S = ~mask_T[np.repeat(offsets_R[:-1], nums_R) + start_S]
+    rule = "has {}, where loss_mask is true; the first token of a branch was not sampled"
+    _require(is_given_S, "branch_starts", rule, start_S, offsets_R=branches_R)
 
 
 def _sizes(offsets_R: NDArray[Any]) -> NDArray[Any]:

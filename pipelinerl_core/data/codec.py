@@ -29,7 +29,9 @@ from pipelinerl_core.types import (
     WeightSpan,
 )
 
-_SCALARS = ("group_id", "rollout_index", "attempt", "lease_id", "prompt_id", "source", "env", "actor", "group_size")
+_SCALARS = (
+    "group_id", "rollout_index", "attempt", "lease_id", "prompt_id", "source", "env", "task", "actor", "group_size",
+)  # fmt: skip
 _RESULTS = ("reward", "outcome", "finish_reason", "error")
 _SAMPLER = ("temperature", "top_p", "seed")
 _LIMITS = ("max_tokens", "started_at", "finished_at", "scored_at")
@@ -45,6 +47,7 @@ _TOKEN_BYTES = (
     (ROLLOUT_SCHEMA.get_field_index("prompt_token_ids"), 4),
     (ROLLOUT_SCHEMA.get_field_index("completion_token_ids"), 8 + 1 / 8),
 )
+_TASK = ROLLOUT_SCHEMA.get_field_index("task")
 _BYTES_BESIDE_TOKENS = 300
 SEGMENT_OPTIONS = pa.ipc.IpcWriteOptions(compression="zstd")
 _CHECKSUMS = b"crc32"
@@ -129,7 +132,9 @@ def row_bytes(batch: pa.RecordBatch) -> int:
     for index, token_bytes in _TOKEN_BYTES:
         offsets = batch.column(index).offsets.to_numpy()
         num_bytes += math.ceil(int(offsets[-1] - offsets[0]) * token_bytes)
-    return int(num_bytes)
+    tasks = batch.column(_TASK)
+    first, *_, last = np.frombuffer(tasks.buffers()[1], np.int32)[tasks.offset : tasks.offset + len(tasks) + 1]
+    return int(num_bytes + last - first)
 
 
 def flat_structs(column: pa.ListArray) -> tuple[NDArray[Any], list[NDArray[Any]]]:
@@ -244,6 +249,7 @@ def _rollout_columns(run_id: str, rollouts: Sequence[Rollout]) -> dict[str, Any]
     columns["reward_components"] = component_column([rollout.reward_components for rollout in rollouts])
     columns["turn_spans"] = [rollout.turn_spans or None for rollout in rollouts]
     columns["turn_rewards"] = [rollout.turn_rewards or None for rollout in rollouts]
+    columns["branch_starts"] = [rollout.branch_starts or None for rollout in rollouts]
     return columns
 
 
@@ -293,6 +299,7 @@ def _decode(batch: pa.RecordBatch) -> list[Rollout]:
     columns["reward_components"] = components_of(batch.column("reward_components"))
     columns["turn_spans"] = turns_of(batch.column("turn_spans"))
     columns["turn_rewards"] = _numbers_of(batch.column("turn_rewards"))
+    columns["branch_starts"] = _numbers_of(batch.column("branch_starts"))
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     try:
         return [_rollout(row) for row in rows]
@@ -300,7 +307,7 @@ def _decode(batch: pa.RecordBatch) -> list[Rollout]:
         raise SchemaMismatch(f"rollout rows have an unknown value: {error}") from error
 
 
-def _numbers_of(column: pa.ListArray) -> list[tuple[float, ...]]:
+def _numbers_of(column: pa.ListArray) -> list[tuple[Any, ...]]:
     if column.null_count == len(column):
         return [()] * len(column)
     return [tuple(row or ()) for row in column.to_pylist()]

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from pipelinerl_core.errors import SchemaMismatch
 
-SCHEMA_VERSION = "2"
+SCHEMA_VERSION = "3"
 """Version of all three schemas; any change other than of descriptions increments the version."""
 
 SPAN_TYPE = pa.struct(
@@ -65,6 +65,11 @@ _ROLLOUT_FIELDS = [
     _field("prompt_id", pa.string(), "Hex digest of the prompt's source and text."),
     _field("source", pa.string(), "Name of the prompt source."),
     _field("env", pa.string(), "Name of the verifier or environment that scored the rollout."),
+    _field(
+        "task",
+        pa.string(),
+        "JSON object: the columns of the prompt's row, or the environment's task, each cut after 1,000 characters.",
+    ),
     _field("actor", pa.string(), "Actor that finished the rollout."),
     _field("group_size", pa.int32(), "Number of rollouts of the group."),
     _field("prompt_token_ids", _IDS, "[P] tokens of the prompt."),
@@ -93,6 +98,13 @@ _ROLLOUT_FIELDS = [
         "turn_rewards",
         pa.list_(pa.float32()),
         "Parts of the reward that belong to single turns, one per turn; null without such parts.",
+        nullable=True,
+    ),
+    _field(
+        "branch_starts",
+        _IDS,
+        "Offsets in the completion where a branch begins, a context of its own: its tokens follow neither the prompt "
+        "nor earlier tokens. Null without branches.",
         nullable=True,
     ),
     _field("reward", pa.float32(), "Score; null with outcome error.", nullable=True),

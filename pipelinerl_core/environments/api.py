@@ -8,6 +8,7 @@ async def play(self, task, ask, seed):
 """
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -62,8 +63,9 @@ class Reply:
 class Port:
     """The connection of an Ask to its episode."""
 
-    ask: Callable[[str, str], asyncio.Future[Reply | None]]
-    """Send new messages and tools, both JSON; the future is None if the budget is used up. Raises TooLong."""
+    ask: Callable[[str, str, int], asyncio.Future[Reply | None]]
+    """Send new messages and tools, both JSON, and the index of the turn that they follow, or -1. The future is None
+    if the budget is used up. Raises TooLong."""
     record: Callable[[str, str], None]
     """Send a key and the value of this key, as JSON. Raises TooLong."""
     place: Callable[[], str]
@@ -77,7 +79,7 @@ class Ask:
         """once: values that an earlier start of this episode has recorded."""
         self._port = port
         self._recorded = dict(once)
-        self._history: list[str] = []  # each message as JSON, up to and including the model's latest turn
+        self._turns: dict[bytes, int] = {}  # digest of a history that ends with a turn of the model -> the turn
         self._is_waiting = False
         self._is_spent = False
         self._is_closed = False
@@ -91,8 +93,10 @@ class Ask:
     async def __call__(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
         """The model's next turn.
 
-        messages: the whole history, which must continue the history of the previous call: its messages,
-        reply.message, then new messages. tools: function tools as JSON schemas. Raises BudgetSpent and AskError.
+        messages: the whole history. A history that continues the previous call's has its messages, reply.message,
+        then new messages. Any other history begins a branch of the episode: it continues the history of an earlier
+        call, or is a history of its own, such as a compacted one or that of a sub-agent. tools: function tools as
+        JSON schemas. Raises BudgetSpent and AskError.
         """
         if self._is_closed:
             raise AskError("ask was called after the end of its episode")
@@ -101,13 +105,13 @@ class Ask:
         if self.problem:
             raise AskError("ask was called after an error of ask")
         history = [self._text(message, f"messages[{index}]") for index, message in enumerate(messages)]
-        new = self._new_messages(history)
+        new, after = self._new_messages(history)
         tools_text = f"[{','.join(self._text(tool, 'tools') for tool in tools)}]"
         if self._is_spent:
             raise BudgetSpent
         self._is_waiting = True
         try:
-            reply = await self._port.ask(f"[{','.join(new)}]", tools_text)
+            reply = await self._port.ask(f"[{','.join(new)}]", tools_text, after)
         except TooLong as error:
             raise self._misused(str(error)) from None
         except asyncio.CancelledError:
@@ -119,7 +123,8 @@ class Ask:
         if reply is None:
             self._is_spent = True
             raise BudgetSpent
-        self._history = [*history, json_text(reply.message)]
+        *_, digest = _digests([*history, json_text(reply.message)])
+        self._turns[digest] = self.num_turns
         self.num_turns += 1
         return reply
 
@@ -157,18 +162,15 @@ class Ask:
         """Refuse all further calls."""
         self._is_closed = True
 
-    def _new_messages(self, history: list[str]) -> list[str]:
-        known = self._history
-        if history[: len(known)] != known:
-            pairs = zip(history, known, strict=False)
-            index = next((at for at, (given, old) in enumerate(pairs) if given != old), len(history))
-            reason = f"messages[{index}] is missing or differs from the previous call"
-            raise self._misused(
-                f"the history was rewritten: {reason}. Append reply.message and new messages to the same list"
-            )
-        if len(history) == len(known):
+    def _new_messages(self, history: list[str]) -> tuple[list[str], int]:
+        """The messages after the longest known history that the given one continues, and its last turn, or -1."""
+        num_known, after = 0, -1
+        for num, digest in enumerate(_digests(history), 1):
+            if digest in self._turns:
+                num_known, after = num, self._turns[digest]
+        if num_known == len(history):
             raise self._misused("ask was called without a new message")
-        return history[len(known) :]
+        return history[num_known:], after
 
     def _text(self, value: Any, name: str, *, is_message: bool = True) -> str:
         if is_message and not isinstance(value, Mapping):
@@ -183,6 +185,14 @@ class Ask:
     def _misused(self, reason: str) -> AskError:
         self.problem = self.problem or f"AskError: {reason}{self._port.place()}"
         return AskError(reason)
+
+
+def _digests(history: Sequence[str]) -> Iterator[bytes]:
+    """The digest of the first message, of the first two, and so on."""
+    digest = hashlib.sha256()
+    for message in history:
+        digest.update(f"{len(message)}:{message}".encode())
+        yield digest.digest()
 
 
 def json_text(value: Any) -> str:

@@ -25,7 +25,7 @@ GRACE_SECONDS = 2.0
 """Time for a process to interrupt a step after environment.call_seconds; then the process is killed."""
 WATCH_SECONDS = 0.5
 """Interval of the checks for a blocked process."""
-KINDS = ("ask", "once", "done", "played", "scored", "cut", "error")
+KINDS = ("task", "ask", "once", "done", "played", "scored", "cut", "error")
 """Fields that name the episode of a line."""
 MAX_DEATHS = 3
 """Deaths of the process during one episode, after which the episode is an error."""
@@ -229,11 +229,15 @@ class EnvironmentProcess(SupervisedChild[_Episode]):
 
     def _handle_playing(self, identity: int, episode: _Episode, host: EpisodeHost, answer: Mapping[str, Any]) -> None:
         match answer:
-            case {"ask": _, "messages": list() as messages, "tools": list() as tools} if _are_messages(messages):
+            case {"ask": _, "messages": list() as messages, "tools": list() as tools, "after": int() as after} if (
+                _are_messages(messages)
+            ):
                 if episode.asking is not None or not all(isinstance(tool, dict) for tool in tools):
                     raise Invalid("an ask that is not possible now")
-                asking = self._ask(identity, episode, host, messages, tools)
+                asking = self._ask(identity, episode, host, messages, tools, after)
                 episode.asking = asyncio.create_task(asking, name=f"{self._title}: ask")
+            case {"task": _, "value": task}:
+                host.describe(task)
             case {"once": _, "key": str() as key, "value": value} if len(key) <= MAX_KEY_LETTERS:
                 host.record(key, value)
             case {"done": _}:
@@ -276,10 +280,10 @@ class EnvironmentProcess(SupervisedChild[_Episode]):
 
     async def _ask(
         self, identity: int, episode: _Episode, host: EpisodeHost, messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]],
+        tools: list[dict[str, Any]], after: int,
     ) -> None:  # fmt: skip
         try:
-            reply = await host.ask(messages, tools)
+            reply = await host.ask(messages, tools, after)
         except asyncio.CancelledError:
             if episode.asking is not None:  # the host has cancelled the turn, not end_asking
                 episode.future.cancel()

@@ -4,7 +4,8 @@ in   {...}                                         once: fields of Prepare
 out  {"ready": true, "has_tasks": true, "weights": {"solved": 1.0}}        the process is sealed now; or
 out  {"failed": "TypeError: ... (my_env.py:3)"}    and the process ends
 in   {"play": 7, "task": {"index": 3}, "seed": 1, "once": {}}
-out  {"ask": 7, "messages": [...], "tools": []}    new messages only
+out  {"task": 7, "value": {...}}                   a task of the environment's own, if it is not too long; no answer
+out  {"ask": 7, "messages": [...], "tools": [], "after": -1}     new messages only; after: the turn before them, or -1
 in   {"reply": 7, "text": "5", ...}                fields of api.Reply; or {"spent": 7}
 out  {"once": 7, "key": "weather", "value": ...}   no answer
 out  {"done": 7, "components": {"solved": 1.0}, "turn_rewards": []}; or {"cut": 7}; or
@@ -52,6 +53,8 @@ MAX_LINE_BYTES = 16 << 20
 """Longest line that the parent reads."""
 MAX_TRANSCRIPT = 1 << 20
 """Characters of a transcript that is scored with its group: the parent and the log keep such transcripts."""
+MAX_SHOWN_TASK = 1 << 20
+"""Characters of a task of the environment's own that the parent is told."""
 READ_BYTES = 1 << 16
 
 _EPISODE: ContextVar["Episode | None"] = ContextVar("episode", default=None)
@@ -230,8 +233,8 @@ class Worker:
     def _play(self, identity: int, request: Mapping[str, Any]) -> None:
         episode = Episode(identity)
 
-        def ask(messages: str, tools: str) -> asyncio.Future[Reply | None]:
-            self.send(f'{{"ask":{identity},"messages":{messages},"tools":{tools}}}'.encode())
+        def ask(messages: str, tools: str, after: int) -> asyncio.Future[Reply | None]:
+            self.send(f'{{"ask":{identity},"messages":{messages},"tools":{tools},"after":{after}}}'.encode())
             episode.reply = self._loop.create_future()
             return episode.reply
 
@@ -262,6 +265,8 @@ class Worker:
     async def _play_and_score(self, episode: Episode, ask: Ask, request: Mapping[str, Any]) -> Mapping[str, Any]:
         environment = self._environment
         task = environment.task(request["task"])
+        if environment.has_tasks and len(task) <= MAX_SHOWN_TASK:
+            self.send(f'{{"task":{episode.identity},"value":{task}}}'.encode())
         try:
             transcript = await environment.play(task, ask, request["seed"])
         except BudgetSpent:

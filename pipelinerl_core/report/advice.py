@@ -48,6 +48,11 @@ _CLIPPED_STEPS = 20
 # Refused share of the tokens of long rollouts, and its multiple of the share of short ones, that the advice names.
 _REFUSED = 0.05
 _UNEVEN = 3.0
+_KL_START = "policy/kl_start"
+# Divergence per token up to which a policy counts as not moved, and the steps after which the advice says so. Twenty
+# steps of AdamW with a rate of 1e-6 give 1e-5 and more.
+_UNMOVED = 1e-7
+_UNMOVED_STEPS = 5
 _BOUNDS = ("clip_low", "clip_high", "ratio_min", "ratio_max", "divergence_max", "sequence_ratio_max",
            "negative_kl_max")  # fmt: skip
 
@@ -103,6 +108,18 @@ def quarantine_advice(commits: Sequence[Commit]) -> str:
         f"Loss or gradient was not finite{where if steps else ''}: {num_tokens:,} tokens were quarantined and other "
         "groups were trained. Their rows are in quarantined/. In the next run, set learner.lr or learner.clip_norm "
         "lower."
+    )
+
+
+def unmoved_advice(commits: Sequence[Commit], config: Mapping[str, Any]) -> str:
+    """That the policy is still that of version 0, and the key to change; empty if it has moved or is not measured."""
+    measured = [(commit.step, commit.metrics[_KL_START]) for commit in commits if _KL_START in commit.metrics]
+    if not measured or measured[-1][0] < _UNMOVED_STEPS or measured[-1][1] > _UNMOVED:
+        return ""
+    step, divergence = measured[-1]
+    return (
+        f"The policy has not moved: after {step} steps its divergence from version 0 is {divergence:.1g} nats per "
+        f"token ({_KL_START}). Set learner.lr higher (now {config.get('learner', {}).get('lr', '?')})."
     )
 
 

@@ -23,6 +23,7 @@ from pipelinerl_core.report.advice import (
     mean_delay_seconds,
     quarantine_advice,
     refused_advice,
+    unmoved_advice,
 )
 from pipelinerl_core.report.equal_rewards import NEXT_STEP, TINY_STEP, comparison_text, equal_reward, headline
 from pipelinerl_core.report.facts import RunFacts, StepFacts, collect
@@ -104,6 +105,8 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         next_step = TINY_STEP if is_tiny else NEXT_STEP
         warnings.insert(0, f"{first[:1].upper()}{first[1:]}. {comparison_text(facts.run.config)} {next_step}")
     warning = " ".join(warnings) or None
+    if reward is None:
+        warning = " ".join(filter(None, (warning, unmoved_advice(commits, facts.run.config)))) or None
     if warning:  # before any advice on speed
         findings = {**findings, "advice": " ".join(filter(None, (warning, findings["advice"])))}
     alarm = alarm_text(commits)

@@ -7,13 +7,13 @@ from contextlib import suppress
 from typing import Any
 
 from pipelinerl_core.config.verifier import verifier_name
-from pipelinerl_core.errors import PipelineRLError
-from pipelinerl_core.interfaces import ObjectStore, PromptSource
+from pipelinerl_core.errors import ConfigError, PipelineRLError
+from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.models.resolve import build_config
-from pipelinerl_core.prompts import build_source
 from pipelinerl_core.report.facts import TrainedRollout, read_batch
 from pipelinerl_core.report.samples import Decode, plain_text
 from pipelinerl_core.rewards import verifiers
+from pipelinerl_core.rollouts.task_columns import answer_text, task_columns
 from pipelinerl_core.run.records import Commit
 
 WARN_STEPS = 3
@@ -76,7 +76,7 @@ def example_of(
 ) -> dict[str, str] | None:
     """{"prompt", "completion", "reference"} of the first scored rollout of a step; None without a readable batch.
 
-    reference: the answer of the prompt's row; empty if the prompts cannot be read. With "other rewards" if another
+    reference: the answer of the prompt's row, or the whole task if it has no answer. With "other rewards" if another
     verifier would score some completions of the step above 0.
     """
     try:
@@ -86,28 +86,27 @@ def example_of(
     row = next((row for row in rows if row.reward is not None), None)
     if row is None:
         return None
-    prompt, reference, others = plain_text(row.prompt_token_ids, decode), "", ""
-    try:
-        source = build_source(build_config(config))
-        source_prompt = source.prompt(row.group_id)
-        prompt, reference = source_prompt.text, str(source_prompt.task.get("answer", ""))
-        others = _other_rewards(rows, source, decode, verifier_name(build_config(config)))
-    except (PipelineRLError, ImportError, OSError):
-        pass  # the report is written on a host without the prompts
-    texts = {"prompt": prompt, "completion": plain_text(row.completion_token_ids, decode), "reference": reference}
+    task, others = task_columns(row.task), ""
+    with suppress(ConfigError):  # of another release
+        others = _other_rewards(rows, decode, verifier_name(build_config(config)))
+    texts = {
+        "prompt": plain_text(row.prompt_token_ids, decode),
+        "completion": plain_text(row.completion_token_ids, decode),
+        "reference": answer_text(task) if "answer" in task else row.task * (task != {}),
+    }
     if others:
         texts["other rewards"] = others
     return {name: text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]} ..." for name, text in texts.items()}
 
 
-def _other_rewards(rows: Sequence[TrainedRollout], source: PromptSource, decode: Decode | None, verifier: str) -> str:
+def _other_rewards(rows: Sequence[TrainedRollout], decode: Decode | None, verifier: str) -> str:
     """The other built-in verifiers that score some completions of a step above 0, if `verifier` is built in."""
     sentences = []
     others = [name for name in _COMPARED if name != verifier] if verifier in _COMPARED and decode is not None else []
     for name in others:
         score, num = _COMPARED[name], 0
         for row in rows:
-            task = source.prompt(row.group_id).task
+            task = task_columns(row.task)
             ids = row.completion_token_ids
             with suppress(ValueError, KeyError):  # a reference of another form
                 # Without its last token too, which may be the end of the text.

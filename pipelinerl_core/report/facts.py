@@ -30,7 +30,7 @@ from pipelinerl_core.run.records import (
 )
 from pipelinerl_core.telemetry import measures
 from pipelinerl_core.telemetry.measures import Int64Array
-from pipelinerl_core.types import BoolArray, WeightSpan
+from pipelinerl_core.types import BoolArray, TurnSpan, WeightSpan
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,10 @@ _COLUMNS = (
     "weight_spans",
     "loss_mask",
     "loss_mask_trained",
+    "turn_spans",
+    "turn_rewards",
+    "branch_starts",
+    "task",
     "reward",
     "outcome",
     "finish_reason",
@@ -78,6 +82,14 @@ class TrainedRollout:
     """[C] mask before the lag rule."""
     loss_mask_trained: BoolArray
     """[C] mask after the lag rule."""
+    turn_spans: tuple[TurnSpan, ...] = ()
+    """Turns in order; empty for one turn."""
+    turn_rewards: tuple[float, ...] = ()
+    """Parts of the reward that belong to single turns; empty without such parts."""
+    branch_starts: tuple[int, ...] = ()
+    """Offsets in the completion where a branch begins."""
+    task: str = "{}"
+    """Columns of the prompt's row, or the environment's task: a JSON object."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -258,6 +270,10 @@ def _rows(step: int, table: pa.Table) -> list[TrainedRollout]:
             weight_spans=tuple(WeightSpan(**span) for span in row["weight_spans"]),
             loss_mask=masks[index],
             loss_mask_trained=trained_masks[index],
+            turn_spans=tuple(TurnSpan(**turn) for turn in row["turn_spans"] or ()),
+            turn_rewards=tuple(row["turn_rewards"] or ()),
+            branch_starts=tuple(row["branch_starts"] or ()),
+            task=row["task"],
         )
         for index, row in enumerate(plain)
     ]

@@ -21,6 +21,8 @@ _MAX_BARS = 30
 _MIN_EVALUATIONS = 3
 _EVAL_CSS = ("held", "train", "generate", "swap", "commit", "again")
 
+_WHOLE_REWARD = ("reward/mean", "reward/std")
+
 LEDGER_CSS = {
     "trained": "train",
     "masked_stale": "swap",
@@ -99,13 +101,51 @@ def swap_pauses(facts: RunFacts) -> str:
     return charts.line_chart("Swap pauses", series, axis, Axis("milliseconds", text=lambda y: f"{y:g} ms", low=0.0))
 
 
+def reward_components(facts: RunFacts) -> str:
+    """Moving mean of each component of the reward per step, with a legend; empty for a reward that is one number."""
+    names = sorted(
+        {name for commit in facts.trained_commits for name in commit.metrics if name.startswith("reward/")}
+    )
+    curves = {name.removeprefix("reward/"): _metric(facts, name) for name in names if name not in _WHOLE_REWARD}
+    if not curves:
+        return ""
+    colours = list(zip(curves, itertools.cycle(_EVAL_CSS), strict=False))
+    series = [Series(name, _thinned(_smooth(curves[name])), css) for name, css in colours]
+    legend = " ".join(f'<i class="key {css}"></i>{escape(name)}' for name, css in colours)
+    axis = _reward_axis("component", [y for points in curves.values() for _, y in points])
+    chart = charts.line_chart("Components of the reward", series, Axis("optimizer step", is_whole=True), axis)
+    return (
+        "<figure><figcaption>Components of the reward, without weights, moving mean</figcaption>"
+        f'<p class="legend">{legend}</p>{chart}</figure>'
+    )
+
+
+def policy_curves(facts: RunFacts) -> str:
+    """Entropy, completion length and divergence from the start, those that the run has."""
+    lengths = [(float(step.step), float(step.lengths.mean())) for step in facts.steps if len(step.lengths)]
+    curves = {
+        "Entropy of the policy, nats per token": _metric(facts, "policy/entropy"),
+        "Completion length, mean tokens": lengths,
+        "Divergence from version 0, nats per token": _metric(facts, "policy/kl_start"),
+    }
+    figures = []
+    for title, points in curves.items():
+        if points:
+            series = [Series(title, _thinned(points), "train", kind="faint")]
+            series.append(Series(title, _thinned(_smooth(points)), "train"))
+            chart = charts.line_chart(title, series, Axis("optimizer step", is_whole=True), Axis(title, low=0.0))
+            figures.append(f"<figure><figcaption>{title}</figcaption>{chart}</figure>")
+    return "".join(figures)
+
+
+def _metric(facts: RunFacts, name: str) -> list[Point]:
+    """(step, value) of a metric at the steps that have it."""
+    return [(float(commit.step), commit.metrics[name]) for commit in facts.trained_commits if name in commit.metrics]
+
+
 def effective_sample_size(facts: RunFacts) -> str:
     """ESS per step."""
-    points = [
-        (float(commit.step), commit.metrics["importance/ess"])
-        for commit in facts.trained_commits
-        if "importance/ess" in commit.metrics
-    ]
+    points = _metric(facts, "importance/ess")
     low = min(0.8, min((y for _, y in points), default=0.8))
     series = [Series("ESS", _thinned(points), "train")]
     return charts.line_chart(

@@ -75,6 +75,8 @@ def _page(store: ObjectStore, facts: RunFacts, report: Mapping[str, Any], decode
         tiles=_tiles(facts, report),
         reward_over_time=figures.reward_over_time(facts),
         reward_over_samples=figures.reward_over_samples(facts),
+        reward_components=figures.reward_components(facts),
+        policy_curves=figures.policy_curves(facts),
         parts=parts_section(facts, report["parts"]),
         timeline=figures.timeline(facts),
         lag_histogram=figures.lag_histogram(facts),

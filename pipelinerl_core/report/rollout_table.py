@@ -18,6 +18,7 @@ TABLE_NAME = "rollouts.json"
 COLUMNS = (
     "step",
     "reward",
+    "task",
     "prompt",
     "completion",
     "versions",
@@ -85,6 +86,7 @@ class RolloutTable:
         return [
             rollout.step,
             rollout.reward,
+            rollout.task[:_MAX_CHARS],
             plain_text(rollout.prompt_token_ids, self._decode)[:_MAX_CHARS],
             plain_text(rollout.completion_token_ids, self._decode)[:_MAX_CHARS],
             _versions(span.version for span in rollout.weight_spans),

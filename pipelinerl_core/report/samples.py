@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -14,7 +14,9 @@ from tokenizers import Tokenizer
 from pipelinerl_core.errors import BrokenRecord
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report.facts import RunFacts, TrainedRollout, read_batch
+from pipelinerl_core.rollouts.task_columns import task_columns
 from pipelinerl_core.run.records import Commit, EvalRecord
+from pipelinerl_core.types import TurnSpan
 
 Decode = Callable[[int], str]
 Samples = Sequence[Mapping[str, Any]]
@@ -23,8 +25,9 @@ Samples = Sequence[Mapping[str, Any]]
 # Rollouts shown of the first step, of the last step, and of the step with the most versions in a rollout.
 _PER_GROUP = 3
 _MAX_TOKENS = 400
-_SHOWN_PROMPTS = 4
-"""Held-out prompts shown of the first and the last evaluation."""
+_MAX_COLUMNS = 8
+_MIN_HIDDEN = 20
+_COLUMN_CHARS = 80
 _NUM_TINTS = 6
 _GIVEN = 'class="prompt" title="given by the environment"'
 _RETURN = "&#8629;\n"
@@ -40,7 +43,8 @@ def token_decoder(model_path: str) -> Decode | None:
 
 
 def rollout_section(store: ObjectStore, facts: RunFacts, decode: Decode | None) -> str:
-    """Rollouts of the first and the last step, and the rollouts with most versions; not chosen by reward."""
+    """Rollouts of the first and the last step, not chosen by reward; then the best and the worst of the last step, a
+    rollout of a group that trains nothing, and the rollouts with most versions."""
     if not facts.steps:
         return '<p class="empty">No rollout was trained.</p>'
     first, last = facts.steps[0].step, facts.steps[-1].step
@@ -52,6 +56,7 @@ def rollout_section(store: ObjectStore, facts: RunFacts, decode: Decode | None) 
         _block(f"After: the first groups of step {last}", one_per_group(batches[last], _PER_GROUP), decode)
         if last > first
         else "",
+        "".join(_block(f"{title} of step {last}", [row], decode) for title, row in _extremes(batches[last]).items()),
         _block(f"Most weight versions in one rollout: step {mixed}", most_versions, decode),
     ]
     return "".join(parts)
@@ -63,6 +68,18 @@ def _batch(store: ObjectStore, commit: Commit) -> list[TrainedRollout]:
         return read_batch(store, commit)
     except BrokenRecord:
         return []
+
+
+def _extremes(rows: Sequence[TrainedRollout]) -> dict[str, TrainedRollout]:
+    """The best rollout, the worst, and a rollout of a group whose rewards are all equal, where there are such."""
+    scored = [row for row in rows if row.reward is not None]
+    rewards = {row.group_id: {other.reward for other in scored if other.group_id == row.group_id} for row in scored}
+    equal = [row for row in scored if len(rewards[row.group_id]) == 1]
+    shown = {"A group with equal rewards, which trains nothing": equal[0]} if equal else {}
+    if len({row.reward for row in scored}) > 1:
+        best, worst = (function(scored, key=lambda row: row.reward or 0.0) for function in (max, min))
+        shown = {"The best rollout": best, "The worst rollout": worst} | shown
+    return shown
 
 
 def evaluation_table(facts: RunFacts) -> str:
@@ -118,7 +135,9 @@ def held_out_section(facts: RunFacts) -> str:
     shown = _telling(*(record.samples for record in columns))
     cells = "".join(
         f"<div><h4>Version {record.version}: {record.accuracy:.1%} of {record.num_prompts:,} held-out prompts</h4>"
-        + "".join(_answer(record.samples[index]) for index in shown if index < len(record.samples))
+        + "".join(
+            _answer(record.samples[index], note) for index, note in shown.items() if index < len(record.samples)
+        )
         + "</div>"
         for record in columns
     )
@@ -132,38 +151,83 @@ def _gains(before: Samples, after: Samples = ()) -> list[float]:
     return [later - earlier for earlier, later, same in zip(*rewards, is_same, strict=False) if same]
 
 
-def _telling(before: Samples, after: Samples = ()) -> list[int]:
-    """Indices of the shown prompts: those whose reward rose, then a prompt whose reward fell, then others.
-
-    At least one of four places is for a prompt that did not improve.
-    """
+def _telling(before: Samples, after: Samples = ()) -> dict[int, str]:
+    """Index of each shown prompt -> why it is shown: two whose reward rose, one whose reward fell, and of those whose
+    reward did not change the worst and the best. Without a second evaluation: the best, the worst, and a prompt
+    between."""
     gains = _gains(before, after)
+    if not gains:
+        rewards = [float(sample.get("reward") or 0.0) for sample in before]
+        order = sorted(range(len(before)), key=lambda index: -rewards[index])
+        places = [order[0], order[-1], order[len(order) // 2]]
+        notes = ["the best", "the worst", ""] if rewards[order[0]] > rewards[order[-1]] else ["", "", ""]
+        return dict(zip(reversed(places), reversed(notes), strict=True))
     order = sorted(range(len(gains)), key=lambda index: -gains[index])
-    better = [index for index in order if gains[index] > 0][: _SHOWN_PROMPTS - 1]
-    worse = [index for index in reversed(order) if gains[index] < 0][:1]
-    rest = [index for index in range(len(before)) if index not in (*better, *worse)]
-    return [*better, *worse, *rest][:_SHOWN_PROMPTS]
+    same = sorted(
+        (index for index in order if gains[index] == 0), key=lambda index: float(after[index].get("reward") or 0.0)
+    )
+    shown = dict.fromkeys([index for index in order if gains[index] > 0][:2], "rose")
+    shown |= dict.fromkeys([index for index in reversed(order) if gains[index] < 0][:1], "fell")
+    return shown | dict.fromkeys([*same[:1], *same[-1:]], "unchanged")
 
 
-def _choice(shown: Sequence[int], before: Samples, after: Samples = ()) -> str:
+def _choice(shown: Collection[int], before: Samples, after: Samples = ()) -> str:
     """One sentence: how the shown prompts were chosen, and the changes of all recorded ones."""
     gains = _gains(before, after)
-    if not any(gains):
-        return f"The first {len(shown)} of {len(before)} recorded prompts."
+    if not gains:
+        return f"{len(shown)} of {len(before)} recorded prompts."
     better, worse = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
     changes = f"of {len(gains)} recorded prompts the reward of {better} rose and of {worse} fell"
     return f"Chosen by the change of the reward: {changes}."
 
 
-def _answer(sample: Mapping[str, Any]) -> str:
+def _answer(sample: Mapping[str, Any], note: str) -> str:
     reward, reference = sample.get("reward"), sample.get("reference")
+    prompt = str(sample.get("prompt", ""))
     shown = f" reference: {_visible(str(reference))}" if reference else ""
     badge = _badge(reward if isinstance(reward, int | float) else None)
-    return (
-        f'<div class="rollout"><p class="meta">{badge}{shown}</p>'
-        f'<pre><span class="prompt">{_visible(str(sample.get("prompt", "")))}</span>'
-        f"{_visible(str(sample.get('completion', '')))}</pre></div>"
-    )
+    columns = {name: value for name, value in (sample.get("task") or {}).items() if value != reference}
+    turns = [
+        (_turn_title(number, turn.get("reward")), _given(turn.get("given", "")) + _visible(turn.get("text", "")))
+        for number, turn in enumerate(sample.get("turns") or ())
+    ]
+    return _parts(
+        f"{badge}{shown}{f' ({note})' if note else ''}",
+        columns,
+        prompt,
+        [("prompt", f'<span class="prompt">{_visible(prompt)}</span>'),
+         *(turns or [("completion", _visible(str(sample.get("completion", ""))))])],
+    )  # fmt: skip
+
+
+def _parts(meta: str, columns: Mapping[str, Any], prompt: str, parts: Sequence[tuple[str, str]]) -> str:
+    """A rollout: a line about it, its task, and titled parts of its text, all but the columns already HTML."""
+    shown = "; ".join(f"{escape(name)} {_visible(text)}" for name, text in _columns(columns, prompt).items())
+    texts = "".join(f'<p class="part">{title}</p><pre>{text}</pre>' for title, text in parts)
+    task = f'<p class="meta">task: {shown}</p>' if shown else ""
+    return f'<div class="rollout"><p class="meta">{meta}</p>{task}{texts}</div>'
+
+
+def _columns(columns: Mapping[str, Any], prompt: str) -> dict[str, str]:
+    """The columns of a task as short texts, without long texts that the prompt shows."""
+    texts = {
+        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for name, value in columns.items()
+    }
+    shown = {name: text for name, text in texts.items() if text and (len(text) < _MIN_HIDDEN or text not in prompt)}
+    return {
+        name: text if len(text) <= _COLUMN_CHARS else f"{text[:_COLUMN_CHARS]} ..."
+        for name, text in list(shown.items())[:_MAX_COLUMNS]
+    }
+
+
+def _turn_title(number: int, reward: float | None, *, is_branch: bool = False) -> str:
+    branch = ", the first of a branch" if is_branch else ""
+    return f"turn {number}{branch}" + ("" if reward is None else f", reward {reward:g}")
+
+
+def _given(text: str) -> str:
+    return f"<span {_GIVEN}>{_visible(text)}</span>" if text else ""
 
 
 def one_per_group(rows: Sequence[TrainedRollout], limit: int) -> list[TrainedRollout]:
@@ -188,16 +252,33 @@ def _rollout(row: TrainedRollout, decode: Decode | None) -> str:
         f"{_badge(row.reward)} group {row.group_id}, rollout {row.rollout_index}, {escape(row.actor)}; "
         f"{num} tokens: {versions}"
     )
-    pieces = [f'<span class="prompt">{_text(row.prompt_token_ids, decode)}</span>']
+    parts = [("prompt", f'<span class="prompt">{_text(row.prompt_token_ids, decode)}</span>')]
+    begin = 0
+    for number, turn in enumerate(row.turn_spans or [TurnSpan(0, num)]):
+        is_branch = any(begin <= start < turn.end for start in row.branch_starts)
+        reward = row.turn_rewards[number] if row.turn_rewards else None
+        title = _turn_title(number, reward, is_branch=is_branch) if row.turn_spans else "completion"
+        if begin < _MAX_TOKENS:
+            parts.append((title, _tokens(row, begin, min(turn.end, _MAX_TOKENS), decode)))
+        begin = turn.end
+    if begin < min(num, _MAX_TOKENS):
+        parts.append(("given after the last turn", _tokens(row, begin, min(num, _MAX_TOKENS), decode)))
+    if num > _MAX_TOKENS:
+        parts.append((f"{num - _MAX_TOKENS} more tokens", ""))
+    return _parts(meta, task_columns(row.task), plain_text(row.prompt_token_ids, decode), parts)
+
+
+def _tokens(row: TrainedRollout, first: int, last: int, decode: Decode | None) -> str:
+    """The completion tokens [first, last), each run of the same version and use in its colour."""
     use_C = row.loss_mask.astype(np.int8) + row.loss_mask_trained
+    pieces = []
     for version, start, end in row.weight_spans:
-        for begin, stop in _runs(use_C, start, min(end, _MAX_TOKENS)):
+        for begin, stop in _runs(use_C, max(start, first), min(end, last)):
             text = _text(row.completion_token_ids[begin:stop], decode)
             stale = "" if row.loss_mask_trained[begin] else " stale"
             look = f'class="v{version % _NUM_TINTS}{stale}" title="version {version}"'
             pieces.append(f"<span {look if row.loss_mask[begin] else _GIVEN}>{text}</span>")
-    more = f" ... {num - _MAX_TOKENS} more tokens" if num > _MAX_TOKENS else ""
-    return f'<div class="rollout"><p class="meta">{meta}</p><pre>{"".join(pieces)}{more}</pre></div>'
+    return "".join(pieces)
 
 
 def _runs(use_C: np.ndarray, start: int, end: int) -> list[tuple[int, int]]:

@@ -3,13 +3,23 @@
     environment --messages--> chat codec --tokens--> | prompt | turn 0 | given | turn 1 | given | ... <-- engine
 
 The completion of an episode is everything after the prompt. Given tokens come from the environment: they are in no
-turn and carry no loss. Sampled tokens are never rendered again. The log holds the tokens, and notes (JSON texts):
+turn and carry no loss. Sampled tokens are never rendered again.
+
+A history that does not continue the previous call's begins a branch, a context of its own in the same completion:
+
+    ... | turn 4 || context | turn 5 | given | turn 6 || copy of the context up to turn 4 | given | turn 7
+
+It begins with the rendered messages, or with the tokens of the earlier history that it continues, as given tokens.
+
+The log holds the tokens, and notes (JSON texts):
 
 ["prompt", [ids]]            the first messages as tokens
 ["turn", 17]                 a turn begins at offset 17; the tokens since the end of the previous turn were given
+["turn", 60, 25]             the same, where the given tokens from offset 25 on begin a branch
 ["end", 25, "stop"]          the turn ends before offset 25
 ["once", "weather", "rain"]  a value that the environment has recorded
 ["turn_rewards", [0.5, 1]]   the parts of the reward that belong to single turns
+["task", "{...}"]            the environment's task, as in Rollout.task
 ["transcript", "[5]", 2]     the result of an episode that is scored with its group: JSON, and the number of turns
 
 An episode that is played again (another actor continues it, or the environment's process died) gets the logged turns
@@ -32,6 +42,7 @@ from pipelinerl_core.interfaces import ChatCodec, Engine, Environments
 from pipelinerl_core.rollouts.group_scoring import GroupScoring
 from pipelinerl_core.rollouts.player import EpisodeCounts, Sample, Sampled
 from pipelinerl_core.rollouts.progress import Progress
+from pipelinerl_core.rollouts.task_columns import task_text
 from pipelinerl_core.types import (
     BoolArray,
     Completion,
@@ -65,6 +76,8 @@ def turn_seed(seed: int, turn: int) -> int:
 @dataclass(slots=True)
 class _Turn:
     start: int
+    context: int
+    """Offset where the turn's context begins; 0: with the prompt."""
     end: int | None = None
     """None while the turn is sampled."""
     finish_reason: FinishReason | None = None
@@ -101,18 +114,20 @@ class Episode:
         self.transcript: Transcript | None = None
         """Of an episode that has ended and is scored with its group."""
         self.once: dict[str, Any] = {}
+        self.task = ""
+        """What the environment says of its task; empty: nothing, the row of the prompt is the task."""
         for note in progress.notes:
             self._read(note)
 
     # ---- what the environment asks for ---------------------------------------------------------------------------
 
-    async def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Reply | None:
+    async def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], after: int) -> Reply | None:
         """See `interfaces.EpisodeHost`."""
         if self._is_asking:
             raise EnvironmentFailed("ask was called before the previous ask had its reply")
         self._is_asking = True
         try:
-            return await self._ask(messages, tools)
+            return await self._ask(messages, tools, after)
         finally:
             self._is_asking = False
 
@@ -121,17 +136,26 @@ class Episode:
         self.once[key] = value
         self._progress.note(json.dumps(["once", key, value]))
 
+    def describe(self, task: Any) -> None:
+        """See `interfaces.EpisodeHost`."""
+        if not self.task:
+            self.task = task_text(task)
+            self._progress.note(json.dumps(["task", self.task]))
+
     def restart(self) -> None:
         """See `interfaces.EpisodeHost`."""
         self._asked = 0
         self._is_spent = False
 
-    async def _ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Reply | None:
+    async def _ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], after: int) -> Reply | None:
         index = self._asked
-        given = self._given(index, messages, tools)
-        if index < len(self._turns) and not self._is_logged(index, given):
+        if not -1 <= after < max(1, index):
+            raise EnvironmentFailed(f"turn {index} cannot follow turn {after}")
+        is_branch = after != index - 1
+        given = self._given(index, messages, tools, after)
+        if index < len(self._turns) and not self._is_logged(index, given, is_branch=is_branch):
             self._drop_from(index)
-        if index == len(self._turns) and not self._begin(index, given):
+        if index == len(self._turns) and not self._begin(index, given, is_branch=is_branch):
             self._is_spent = True
             return None
         turn = self._turns[index]
@@ -142,25 +166,38 @@ class Episode:
         assert turn.finish_reason is not None
         self._asked += 1
         reply = self._chat.reply(self._progress.completion().token_ids[turn.start : turn.end], turn.finish_reason)
-        num_before = len(self.prompt_token_ids) + turn.start
-        return replace(reply, num_tokens_before=num_before, tokens_left=self._config.rollouts.max_tokens - turn.end)
+        num_before = turn.start - turn.context if turn.context else len(self.prompt_token_ids) + turn.start
+        return replace(reply, num_tokens_before=num_before, tokens_left=self._room(turn.context, turn.end))
 
     # ---- turns ---------------------------------------------------------------------------------------------------
 
-    def _given(self, index: int, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Int32Array:
-        """The tokens that the new messages become."""
+    def _given(
+        self, index: int, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], after: int
+    ) -> Int32Array:
+        """The tokens that the new messages become; of a branch, its whole context."""
         if index == 0:
             return first_tokens(self._chat, messages, tools, self._config.rollouts.max_prompt_tokens)
-        end = self._turns[index - 1].end
-        assert end is not None
-        return self._chat.following(messages, tools, int(self._progress.completion().token_ids[end - 1]))
+        if after < 0:
+            return self._chat.first(messages, tools)
+        earlier = self._turns[after]
+        context = self._context(earlier.context, earlier.end)
+        following = self._chat.following(messages, tools, int(context[-1]))
+        return following if after == index - 1 else np.concatenate([context, following])
 
-    def _is_logged(self, index: int, given: Int32Array) -> bool:
+    def _context(self, start: int, end: int | None) -> Int32Array:
+        """The tokens of the context that begins at offset `start` of the completion, up to offset `end`."""
+        tokens = self._progress.completion().token_ids[start:end]
+        return tokens if start else np.concatenate([self.prompt_token_ids, tokens])
+
+    def _is_logged(self, index: int, given: Int32Array, *, is_branch: bool) -> bool:
         """Whether the log has the same tokens before turn `index`."""
         if index == 0:
             return np.array_equal(given, self._prompt if self._prompt is not None else _NO_PROMPT)
-        before = self._turns[index - 1].end
-        return np.array_equal(given, self._progress.completion().token_ids[before : self._turns[index].start])
+        before, turn = self._turns[index - 1].end, self._turns[index]
+        was_branch = turn.context != self._turns[index - 1].context
+        return was_branch == is_branch and np.array_equal(
+            given, self._progress.completion().token_ids[before : turn.start]
+        )
 
     def _drop_from(self, index: int) -> None:
         """Drop turn `index` and all after it: the environment has acted differently than in the log."""
@@ -176,36 +213,51 @@ class Episode:
         for note in self._progress.notes:
             kind = json.loads(note)[0]
             num_turns += kind == "turn"
-            if kind == "once" or (num_turns <= index and index):
+            if kind in ("once", "task") or (num_turns <= index and index):
                 notes.append(note)
         self._progress.truncate(num_kept, tuple(notes))
         del self._turns[index:]
 
-    def _begin(self, index: int, given: Int32Array) -> bool:
-        """Begin turn `index` after the given tokens; False if no token or turn is left."""
-        limits, environment = self._config.rollouts, self._config.environment
-        if index >= environment.max_turns:
+    def _begin(self, index: int, given: Int32Array, *, is_branch: bool) -> bool:
+        """Begin turn `index` after the given tokens; False if no token, turn or branch is left."""
+        environment, context = self._config.environment, 0
+        if index >= environment.max_turns or (is_branch and len(self.branch_starts) >= environment.max_branches):
             return False
         if index == 0:
             self._prompt = given
             self._progress.note(json.dumps(["prompt", given.tolist()]))
-        elif self._progress.num_tokens + len(given) >= limits.max_tokens:
-            return False
         else:
+            context = self._progress.num_tokens if is_branch else self._turns[-1].context
+            if self._room(context, self._progress.num_tokens + len(given), opening=len(given) * is_branch) <= 0:
+                return False
             self._progress.add_given(given)
             self._counts.given += len(given)
-        self._turns.append(_Turn(self._progress.num_tokens))
-        self._progress.note(json.dumps(["turn", self._progress.num_tokens]))
+        self._turns.append(_Turn(self._progress.num_tokens, context))
+        self._progress.note(json.dumps(["turn", self._progress.num_tokens, *([context] if is_branch else [])]))
         return True
+
+    def _room(self, context: int, end: int, *, opening: int = 0) -> int:
+        """Tokens that a context which begins at offset `context` may still have at offset `end`.
+
+        All contexts share rollouts.max_tokens, without the tokens with which branches begin: those already there,
+        and `opening` further ones. The engine limits each context to the length of a prompt and its completion.
+        """
+        limits, starts = self._config.rollouts, self.branch_starts
+        openings = sum(next(turn.start for turn in self._turns if turn.context == start) - start for start in starts)
+        length = end - context if context else len(self.prompt_token_ids) + end
+        return min(
+            limits.max_tokens - (end - openings - opening),
+            limits.max_prompt_tokens + limits.max_tokens - length,
+        )
 
     async def _sample(self, index: int, turn: _Turn) -> None:
         """Sample a turn, or the rest of a turn whose first tokens are in the log."""
         whole = self._progress.completion()
         assert self._prompt is not None
-        room, limit = self._config.rollouts.max_tokens - turn.start, self._config.environment.turn_tokens
+        room, limit = self._room(turn.context, turn.start), self._config.environment.turn_tokens
         request = EngineRequest(
             request_id=f"{self._request_id}.t{index}",
-            prompt_token_ids=np.concatenate([self._prompt, whole.token_ids[: turn.start]]),
+            prompt_token_ids=self._context(turn.context, turn.start),
             max_tokens=min(room, limit) if limit else room,
             sampler=replace(self._sampler, seed=turn_seed(self._sampler.seed, index)),
             prior=_part(whole, turn.start),
@@ -240,6 +292,11 @@ class Episode:
         spans = [TurnSpan(turn.start, num_tokens if turn.end is None else turn.end) for turn in self._turns]
         spans = [span for span in spans if span.end > span.start]
         return () if spans == [TurnSpan(0, num_tokens)] else tuple(spans)
+
+    @property
+    def branch_starts(self) -> tuple[int, ...]:
+        """Offsets in the completion where branches begin (Rollout.branch_starts)."""
+        return tuple(sorted({turn.context for turn in self._turns} - {0}))
 
     @property
     def turn_rewards(self) -> tuple[float, ...]:
@@ -277,11 +334,14 @@ class Episode:
         if kind == "prompt":
             self._prompt = np.array(values[0], np.int32)
         elif kind == "turn":
-            self._turns.append(_Turn(values[0]))
+            context = self._turns[-1].context if self._turns else 0
+            self._turns.append(_Turn(values[0], *values[1:] or [context]))
         elif kind == "end":
             self._turns[-1].end, self._turns[-1].finish_reason = values[0], FinishReason(values[1])
         elif kind == "once":
             self.once[values[0]] = values[1]
+        elif kind == "task":
+            self.task = values[0]
         elif kind == "turn_rewards":
             self._turn_rewards = tuple(values[0])
         elif kind == "transcript":
@@ -336,6 +396,8 @@ class EpisodePlayer:
                 loss_mask=episode.loss_mask,
                 turn_spans=episode.turn_spans,
                 turn_rewards=episode.turn_rewards,
+                branch_starts=episode.branch_starts,
+                task=episode.task,
                 finished_at=time.time(),
                 error=error,
             )

@@ -50,6 +50,9 @@ class Sampled:
     """Why the rollout has no reward, or the reward environment.timeout_reward; one line."""
     turn_spans: tuple[TurnSpan, ...] = ()
     turn_rewards: tuple[float, ...] = ()
+    branch_starts: tuple[int, ...] = ()
+    task: str = ""
+    """What the environment says of its task (Rollout.task); empty: the row of the prompt is the task."""
 
 
 Sample = Callable[[int, str, Sampler, Progress], Awaitable[Sampled]]

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pipelinerl_core.messages import Lease
 from pipelinerl_core.rollouts.player import Player, Sample
 from pipelinerl_core.rollouts.progress import Progress
+from pipelinerl_core.rollouts.task_columns import task_text
 from pipelinerl_core.types import FinishReason, Outcome, PartialRow, Rollout, Sampler
 
 
@@ -42,10 +43,11 @@ class GroupRunner:
         self._open[lease.group_id, lease.attempt] = progress
         player = self._players["" if "" in self._players else lease.prompt.source]
         sample = player.begin(lease.prompt, lease.group_size)
+        task = task_text(lease.prompt.task)
         try:
             async with asyncio.TaskGroup() as tasks:
                 rollouts = [
-                    tasks.create_task(self._rollout(lease, index, progress[index], player, sample))
+                    tasks.create_task(self._rollout(lease, task, index, progress[index], player, sample))
                     for index in range(lease.group_size)
                 ]
         except BaseException:
@@ -63,7 +65,9 @@ class GroupRunner:
         for key in keys:
             self._open.pop(key, None)
 
-    async def _rollout(self, lease: Lease, index: int, progress: Progress, player: Player, sample: Sample) -> Rollout:
+    async def _rollout(
+        self, lease: Lease, task: str, index: int, progress: Progress, player: Player, sample: Sample
+    ) -> Rollout:
         limits = player.config.rollouts
         sampler = Sampler(
             temperature=limits.temperature,
@@ -82,6 +86,7 @@ class GroupRunner:
             prompt_id=lease.prompt.prompt_id,
             source=lease.prompt.source,
             env=lease.prompt.env,
+            task=sampled.task or task,
             actor=self._actor,
             group_size=lease.group_size,
             prompt_token_ids=sampled.prompt_token_ids,
@@ -90,6 +95,7 @@ class GroupRunner:
             weight_spans=completion.weight_spans,
             loss_mask=sampled.loss_mask,
             turn_spans=sampled.turn_spans,
+            branch_starts=sampled.branch_starts,
             turn_rewards=sampled.turn_rewards if reward is not None else (),
             reward=reward,
             outcome=Outcome.SCORED if reward is not None else Outcome.ERROR,

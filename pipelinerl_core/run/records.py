@@ -448,8 +448,8 @@ class EvalRecord(Record):
     newest_step: StepOrNone = -1
     """Newest committed step when the evaluation ended."""
     samples: tuple[dict[str, Any], ...] = ()
-    """A few {prompt, completion, reward, reference}; reference: the answer of the prompt's row, or empty."""
-
+    """A few {prompt, completion, reward, reference, task}; reference: the answer of the prompt's row, or empty; task:
+    its columns, long values cut. An episode of several turns also has turns: [{given, text, reward}]."""
     error: str = ""
     """The error of the first completion without a reward; empty without errors."""
 

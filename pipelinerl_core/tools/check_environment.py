@@ -36,7 +36,7 @@ class _TrialHost:
         self.problem = ""
         """Why the first messages cannot be a prompt."""
 
-    async def ask(self, messages: Sequence[Any], tools: Sequence[Any]) -> Reply | None:
+    async def ask(self, messages: Sequence[Any], tools: Sequence[Any], after: int) -> Reply | None:
         if self._chat is not None:
             try:
                 first_tokens(self._chat, messages, tools, self._limit)
@@ -46,6 +46,9 @@ class _TrialHost:
 
     def record(self, key: str, value: Any) -> None:
         """No trial is repeated."""
+
+    def describe(self, task: Any) -> None:
+        """No trial has a row."""
 
     def restart(self) -> None:
         """No trial is repeated."""

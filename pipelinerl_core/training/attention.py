@@ -13,7 +13,7 @@ All other layers treat every packed token alike. Attention has three kinds:
 
 `learner.attention` chooses (training/attention_choice.py).
 
-Shapes: B = 1, T = packed tokens, S = sequences, L = longest sequence, H = heads, D = head size, F = H * D.
+Shapes: B = 1, T = packed tokens, K = contexts, L = longest context, H = heads, D = head size, F = H * D.
 """
 
 from collections.abc import Callable
@@ -74,14 +74,14 @@ def packed_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each packed sequence; `layout` arrives through the keyword arguments of the model.
+    """Causal attention inside each packed context; `layout` arrives through the keyword arguments of the model.
 
     Keys and values may have fewer heads than queries (grouped-query attention). Returns [B, T, H, D].
     Raises ValueError without a layout.
     """
     layout = _needed(layout)
     is_cut = sliding_window is not None and sliding_window < layout.longest
-    attended_SHLD = scaled_dot_product_attention(
+    attended_KHLD = scaled_dot_product_attention(
         _pad_heads(query_BHTD, layout),
         _pad_heads(key_BHTD, layout),
         _pad_heads(value_BHTD, layout),
@@ -92,7 +92,7 @@ def packed_attention(
         enable_gqa=key_BHTD.shape[1] != query_BHTD.shape[1],
     )
     num_heads, num_tokens = query_BHTD.shape[1:3]
-    attended = attended_SHLD.transpose(1, 2).reshape(layout.num_sequences * layout.longest, -1)
+    attended = attended_KHLD.transpose(1, 2).reshape(layout.num_contexts * layout.longest, -1)
     packed_TF: Tensor = _Unpad.apply(attended, layout.slots_T)  # type: ignore[no-untyped-call]
     return packed_TF.view(1, num_tokens, num_heads, -1), None
 
@@ -112,12 +112,12 @@ def float32_attention(
 
 
 def _pad_heads(packed_BHTD: Tensor, layout: PackLayout) -> Tensor:
-    """[B, H, T, D] -> [S, H, L, D]."""
+    """[B, H, T, D] -> [K, H, L, D]."""
     num_heads, num_tokens, head_dim = packed_BHTD.shape[1:]
     packed_TF = packed_BHTD.transpose(1, 2).reshape(num_tokens, num_heads * head_dim)
-    num_slots = layout.num_sequences * layout.longest
+    num_slots = layout.num_contexts * layout.longest
     padded = packed_TF.new_zeros(num_slots, packed_TF.shape[1]).index_copy_(0, layout.slots_T, packed_TF)
-    return padded.view(layout.num_sequences, layout.longest, num_heads, head_dim).transpose(1, 2)
+    return padded.view(layout.num_contexts, layout.longest, num_heads, head_dim).transpose(1, 2)
 
 
 def varlen_attention(
@@ -132,7 +132,7 @@ def varlen_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """`packed_attention` by torch's flash attention, whose work is sum L^2 over the sequences. Without dropout.
+    """`packed_attention` by torch's flash attention, whose work is sum L^2 over the contexts. Without dropout.
 
     Raises ValueError without a layout, and torch's error if torch has no kernel for the device or type.
     """

@@ -32,15 +32,15 @@ def block_mask(layout: PackLayout, window: int | None) -> BlockMask:
 
 def _make(layout: PackLayout, window: int | None) -> BlockMask:
     partial_QK, whole_QK = blocks(layout.lengths, window)
-    sequence_T = layout.sequence_T
+    context_T = layout.context_T
 
     def is_seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = (sequence_T[query] == sequence_T[key]) & (query >= key)
+        seen = (context_T[query] == context_T[key]) & (query >= key)
         return seen if window is None else seen & (query - key < window)
 
-    num_tokens = sequence_T.numel()
+    num_tokens = context_T.numel()
     (kv, kv_indices), (full_kv, full_kv_indices), (q, q_indices), (full_q, full_q_indices) = (
-        [moved(table, sequence_T.device) for table in _ordered(used)]
+        [moved(table, context_T.device) for table in _ordered(used)]
         for used in (partial_QK, whole_QK, partial_QK.T, whole_QK.T)
     )
     return BlockMask(
@@ -60,11 +60,11 @@ def _make(layout: PackLayout, window: int | None) -> BlockMask:
 
 def blocks(lengths: tuple[int, ...], window: int | None) -> tuple[BoolArray, BoolArray]:
     """Two [Q, K]: pairs of blocks that are partly masked, and pairs of blocks that are not masked at all."""
-    sequence_T = np.repeat(np.arange(len(lengths)), lengths)
-    num_tokens = len(sequence_T)
+    context_T = np.repeat(np.arange(len(lengths)), lengths)
+    num_tokens = len(context_T)
     first_Q = np.arange(0, num_tokens, BLOCK_TOKENS)
     last_Q = np.minimum(first_Q + BLOCK_TOKENS, num_tokens) - 1
-    opening_Q, closing_Q = sequence_T[first_Q], sequence_T[last_Q]
+    opening_Q, closing_Q = context_T[first_Q], context_T[last_Q]
     is_before_QK = np.tri(len(first_Q), k=-1, dtype=np.bool_)
     # A block of earlier keys shares a sequence with the queries only if its last token does with the first query.
     some_QK = is_before_QK & (closing_Q[None] == opening_Q[:, None])

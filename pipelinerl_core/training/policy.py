@@ -112,7 +112,7 @@ def pack_loss(
         batch.trained_M,
         entropy_N=output.entropy_N,
         sequence_N=batch.sequence_N,
-        num_sequences=batch.layout.num_sequences,
+        num_sequences=batch.num_sequences,
         lags_N=version - batch.versions_N,
         ref_logprobs_N=None if reference is None else _logprobs(reference, batch),
     )

@@ -70,7 +70,7 @@ class StepSums:
         self.of_packs.append(torch.stack([value.detach().double() for value in of_pack]))
         # Neither truncated nor masked: ess measures the effect of the lag before truncation and masks reduce it.
         log_ratios_N = trainer_logprobs_N.detach() - batch.rollout_logprobs_N
-        num_sequences = batch.layout.num_sequences
+        num_sequences = batch.num_sequences
         self.log_ratios.append(log_ratios_N)
         self.sequence_log_ratios.append(sequence_log_ratios(log_ratios_N, batch.sequence_N, num_sequences))
         lags_N = self.version - batch.versions_N

@@ -15,6 +15,7 @@ from pipelinerl_core.data.codec import from_segment
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import counted_commit_keys, read_commit
+from pipelinerl_core.run.user_code import store_code
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tools.audit import Audit
 from tests.builders import put_run
@@ -39,8 +40,9 @@ ROOT = Path(__file__).parents[2]
 
 def make_run(url: str, *overrides: str) -> RunConfig:
     """Write run.json of a small run on the quickstart's model; returns its configuration."""
-    config = load_config("quickstart", overrides)
-    put_run(open_store(url), config, run_id=url.rstrip("/").rsplit("/", 1)[1], created_at=time.time())
+    config, store = load_config("quickstart", overrides), open_store(url)
+    code = store_code(store, config)
+    put_run(store, config, run_id=url.rstrip("/").rsplit("/", 1)[1], created_at=time.time(), code=code)
     return config
 
 

@@ -1,5 +1,6 @@
 """Whole runs with an environment: an actor dies within its episodes, another one continues them. Real processes."""
 
+import json
 import signal
 
 import numpy as np
@@ -31,6 +32,40 @@ SETTINGS = [
 ]
 
 
+BRANCHES = """
+def user(text):
+    return {"role": "user", "content": text}
+
+
+class Branches:
+    weights = {"digits": 1.0}
+
+    def task(self, index):
+        return {"number": index, "kind": "sub-agent" if index % 2 else "compacts"}
+
+    def held_out(self, count):
+        return [self.task(index) for index in range(count)]
+
+    async def play(self, task, ask, seed):
+        start = [user(f"{task['number'] % 10}+1=")]
+        first = await ask(start)
+        if task["kind"] == "compacts":
+            second = await ask([*start, first.message, user("2+2=")])
+            third = await ask([user("3="), second.message, user("4=")])
+            last = await ask([user("3="), second.message, user("4="), third.message, user("1=")])
+        else:
+            agent = [user("5+5=")]
+            answer = await ask(agent)
+            await ask([*agent, answer.message, user("6=")])
+            last = await ask([*start, first.message, user("7=")])
+        return first.text + last.text
+
+    def score(self, task, transcript):
+        return {"digits": sum(letter.isdigit() for letter in transcript) / max(1, len(transcript))}
+"""
+NUM_BRANCHES = {"compacts": 1, "sub-agent": 2}
+
+
 def trained_rows(url):
     store = open_store(url)
     for key in counted_commit_keys(store).values():
@@ -39,9 +74,12 @@ def trained_rows(url):
                 yield from decode_batch(batch)
 
 
-def test_episodes_of_a_dead_actor_are_continued_and_the_run_closes_and_replays(tmp_path, prepared_model):
+@pytest.mark.parametrize("components", [{"solved", "guesses", "legal"}, {"digits"}], ids=["guess", "branches"])
+def test_episodes_of_a_dead_actor_are_continued_and_the_run_closes_and_replays(tmp_path, prepared_model, components):
     url, log = f"file://{tmp_path}/run", tmp_path / "roles.log"
-    make_run(url, *SETTINGS)
+    (tmp_path / "branches.py").write_text(BRANCHES)
+    own = [f"environment.path={tmp_path}/branches.py:Branches", "environment.options={}"]
+    make_run(url, *SETTINGS, *(own if components == {"digits"} else []))
     with role("hub", url, log) as hub, role("trainer", url, log) as trainer:
         with role("actor", url, log, "--name", "first") as first:
             wait_for(lambda: committed_steps(url) >= 3, "step 3", seconds=200)
@@ -62,6 +100,12 @@ def test_episodes_of_a_dead_actor_are_continued_and_the_run_closes_and_replays(t
             between[turn[0] : turn[1]] = False
         assert not row.loss_mask[between].any()
         assert (row.rollout.loss_mask == ~between).all()
-    assert {component.name for component in rows[0].rollout.reward_components} == {"solved", "guesses", "legal"}
+    assert {component.name for component in rows[0].rollout.reward_components} == components
+    if components == {"digits"}:
+        for rollout in (row.rollout for row in rows):
+            task = json.loads(rollout.task)
+            assert task["number"] == rollout.group_id
+            assert len(rollout.branch_starts) == NUM_BRANCHES[task["kind"]]
+            assert rollout.num_turns == 4
     assert assert_closes(url)["taken_over_tokens"] > 0
     assert {step.verdict for step in replay_run(url, None, None)} == {"equal"}

@@ -268,7 +268,7 @@ def a_negative_attempt(world: World) -> dict:
 
 
 def a_newer_schema(world: World) -> dict:
-    schema = ROLLOUT_SCHEMA.with_metadata({**ROLLOUT_SCHEMA.metadata, b"schema_version": b"3"})
+    schema = ROLLOUT_SCHEMA.with_metadata({**ROLLOUT_SCHEMA.metadata, b"schema_version": b"4"})
     rows = encode_rollouts("run", world.intruder.group(world.intruder_held))
     message = Group(id=1, lease_id="x", ref=group_ref(world.intruder.group(world.intruder_held), actor_epoch=9))
     batch = pa.RecordBatch.from_arrays(rows.columns, schema=schema)

@@ -242,7 +242,7 @@ def test_an_exchange_opens_with_a_role_and_a_plain_name(channel, command):
 
 
 def test_another_schema_is_refused_by_name(channel):
-    newer = ROLLOUT_SCHEMA.with_metadata({**ROLLOUT_SCHEMA.metadata, b"schema_version": b"3"})
+    newer = ROLLOUT_SCHEMA.with_metadata({**ROLLOUT_SCHEMA.metadata, b"schema_version": b"4"})
     client, writer, reader = raw_exchange(channel.server.url, newer)
     rollouts = build_group(0, group_id=1)
     batch = pa.RecordBatch.from_arrays(encode_rollouts("run", rollouts).columns, schema=newer)

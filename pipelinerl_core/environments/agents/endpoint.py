@@ -3,7 +3,8 @@
     program --whole history--> Endpoint --messages--> ask --tokens--> engine
 
 The history that the program sends is compared with the turns that the endpoint has answered: `ask` gets each known
-turn as the exact message of its reply, so sampled tokens are never rendered again.
+turn as the exact message of its reply, so sampled tokens are never rendered again. A history that was compacted or
+edited, or that of a sub-agent, begins a branch of the episode (rollouts/episode.py).
 
 A program that sends a request again gets the turn of the first request. What counts as the same request: the same
 Idempotency-Key header; or the header x-stainless-retry-count (the official clients) above 0 and the body of the last
@@ -219,9 +220,11 @@ class Endpoint:
         if not isinstance(messages, list) or not messages:
             raise BadRequest("messages is no list of messages")
         history: list[Mapping[str, Any]] = [_plain(message) for message in messages]
-        for given in self._given:
-            if given.position < len(history) and _is_turn(history[given.position], given.wire):
-                history[given.position] = given.message
+        for position, message in enumerate(history):
+            if message["role"] == "assistant":
+                turns = [given for given in self._given if _is_turn(message, given.wire)]
+                turns.sort(key=lambda given: given.position == position)  # compacted histories have turns elsewhere
+                history[position] = turns[-1].message if turns else message
         return history
 
     async def _asked(

@@ -10,8 +10,8 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,16 +22,17 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import Engine
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.roles.runtime.task import Task, build_task
-from pipelinerl_core.rollouts.player import Sample
+from pipelinerl_core.rollouts.player import Sample, Sampled
 from pipelinerl_core.rollouts.progress import Progress
 from pipelinerl_core.rollouts.runner import rollout_seed
+from pipelinerl_core.rollouts.task_columns import answer_text, task_columns, task_text
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.evaluations import evaluation_line, weighted_mean
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import EvalRecord, eval_key
 from pipelinerl_core.run.user_code import stored_code
 from pipelinerl_core.telemetry.measures import confidence_interval
-from pipelinerl_core.types import Completion, Prompt, RewardComponent, Sampler
+from pipelinerl_core.types import Completion, Int32Array, Prompt, RewardComponent, Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ class _Answer:
     components: tuple[RewardComponent, ...] = ()
     error: str = ""
     """Why there is no reward."""
+    shown: Mapping[str, Any] = field(default_factory=dict)
+    """Of an episode, fields of its sample (EvalRecord.samples) that replace those of the prompt."""
 
 
 def build_set(config: RunConfig, name: str = "", code: str | None = None) -> EvalSet:
@@ -198,7 +201,9 @@ async def measure(
                 "prompt": prompt.text,
                 "completion": given[0].text,
                 "reward": given[0].reward,
-                "reference": str(prompt.task.get("answer", "")),
+                "reference": answer_text(prompt.task),
+                "task": task_columns(task_text(prompt.task)),
+                **given[0].shown,
             }
             for prompt, given in list(zip(prompts, ordered, strict=False))[:_NUM_SHOWN]
         ),
@@ -239,7 +244,23 @@ async def _answer(
         reward=progress.reward if sampled.error is None else None,
         components=progress.reward_components if sampled.error is None else (),
         error=sampled.error or "",
+        shown=_shown(sampled, held_out.task.codec.decode) if held_out.task.config.environment.path else {},
     )
+
+
+def _shown(sampled: Sampled, decode: Callable[[Int32Array], str]) -> dict[str, Any]:
+    """What the sample of an episode shows: its first messages as tokens, the environment's task, and its turns."""
+    ids, rewards = sampled.completion.token_ids, sampled.turn_rewards or itertools.repeat(None)
+    ends = itertools.accumulate((turn.end for turn in sampled.turn_spans), lambda _, end: end, initial=0)
+    turns = [
+        {"given": decode(ids[before : turn.start]), "text": decode(ids[turn.start : turn.end]), "reward": reward}
+        for before, turn, reward in zip(ends, sampled.turn_spans, rewards, strict=False)
+    ]
+    shown: dict[str, Any] = {"prompt": decode(sampled.prompt_token_ids)} | ({"turns": turns} if turns else {})
+    if sampled.task:
+        columns = task_columns(sampled.task)
+        shown |= {"task": columns, "reference": answer_text(columns)}
+    return shown
 
 
 def _figures(answers: Sequence[Sequence[_Answer]]) -> dict[str, Any]:

@@ -402,6 +402,7 @@ def prefix(rollout: Rollout, num_tokens: int) -> Rollout:
         ),
         turn_spans=(),
         turn_rewards=(),
+        branch_starts=tuple(start for start in rollout.branch_starts if start < num_tokens),
     )
 
 

@@ -176,7 +176,7 @@ def test_a_pack_keeps_unsampled_tokens_as_input_only():
     batch = collate([row([6, 6, 6], [1, 2, 3, 4], mask=sampled, loss_mask=live), row([5], [9])], [0, 1])
     assert batch.input_ids_T.tolist() == [6, 6, 6, 1, 2, 3, 5]
     assert batch.layout.slots_T.tolist() == [0, 1, 2, 3, 4, 5, 6]
-    assert (batch.layout.num_sequences, batch.layout.longest) == (2, 6)
+    assert (batch.layout.num_contexts, batch.layout.longest) == (2, 6)
     assert batch.source_N.tolist() == [2, 4, 5, 6]
     assert batch.target_ids_N.tolist() == [1, 3, 4, 9]
     assert batch.trained_M.tolist() == [1, 2, 3]

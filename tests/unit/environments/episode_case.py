@@ -20,14 +20,17 @@ class ScriptedHost:
         self.texts = texts
         self.hold = hold
         self.once = {}
+        self.tasks = []
         self.asked = []
+        self.followed = []
         self.is_asked = asyncio.Event()
         self.restarts = 0
         self.is_restarted = asyncio.Event()
         self._turn = 0
 
-    async def ask(self, messages, tools):
+    async def ask(self, messages, tools, after):
         self.asked.append((list(messages), list(tools)))
+        self.followed.append(after)
         self.is_asked.set()
         if self.hold is not None:
             await self.hold.wait()
@@ -36,6 +39,9 @@ class ScriptedHost:
             return None
         text = self.texts[turn]
         return text if isinstance(text, Reply) else Reply(text=text, content=text, num_tokens=len(text))
+
+    def describe(self, task):
+        self.tasks.append(task)
 
     def record(self, key, value):
         self.once[key] = value

@@ -156,10 +156,30 @@ third = chat(messages, X_Stainless_Retry_Count="2")
 show([first == again, second == third])
 chat(messages)
 """
-    episode = played(tmp_path, code, "one", "two")
+    episode = played(tmp_path, code + "reward(1)", "one", "two", "three")
     assert episode.shown == [[True, True]]
-    assert len(episode.host.asked) == 2
-    assert "the history was rewritten: messages[3] is missing" in episode.result
+    assert len(episode.host.asked) == 3
+    assert episode.host.followed == [-1, 0, 0]  # the third turn begins a branch at the first one
+
+
+def test_compacted_edited_and_sub_agents_histories_begin_branches(tmp_path):
+    code = """
+start = [user("a")]
+first = message(chat(start))
+second = message(chat([*start, first, user("b")]))
+agent = message(chat([user("find c")]))
+agents = message(chat([user("find c"), agent, user("more")]))
+third = message(chat([*start, first, user("b"), second, user(agents["content"])]))
+chat([user("in short: a, b"), third, user("go on")])
+chat([*start, first, user("b2")])
+reward(1)
+"""
+    turns = ["one", "two", "sub", "sub2", "three", "four", "five"]
+    episode = played(tmp_path, code, *turns)
+    assert episode.host.followed == [-1, 0, -1, 2, 1, -1, 0]
+    new = [[message["content"] for message in messages] for messages, _ in episode.host.asked]
+    assert new == [["a"], ["b"], ["find c"], ["more"], ["sub2"], ["in short: a, b", "three", "go on"], ["b2"]]
+    assert episode.result.score == 1
 
 
 def test_a_stream_has_the_turn_and_its_usage(tmp_path):
@@ -179,7 +199,6 @@ reward(1)
 @pytest.mark.parametrize(
     ("code", "says"),
     [
-        ("chat([user('a')])\nchat([user('b'), user('c')])\ntime.sleep(60)", "the history was rewritten: messages[0]"),
         ("chat([user('a')])\nsys.stderr.write('no luck')\nsys.exit(3)", "ended with exit code 3: no luck"),
         ("chat([user('a')])\nos.kill(os.getpid(), 15)", "was killed by signal 15: no message on stderr"),
         ("chat([user('a')])", "the program ended without a POST to /reward"),

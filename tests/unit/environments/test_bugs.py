@@ -92,18 +92,13 @@ PLAY = {
         "AskError: messages[0] is not a mapping, but has the type str (my_env.py:{line})",
     ),
     "asks_nothing": ("await ask([])  # here", "AskError: ask was called without a new message (my_env.py:{line})"),
-    "rewrites": (
-        "reply = await ask(HELLO)\nawait ask([{'role': 'user', 'content': 'Other'}, reply.message, *HELLO])  # here",
-        "AskError: the history was rewritten: messages[0] is missing or differs from the previous call. Append "
-        "reply.message and new messages to the same list (my_env.py:{line})",
+    "repeats_the_last_turn": (
+        "reply = await ask(HELLO)\nawait ask([*HELLO, reply.message])  # here",
+        "AskError: ask was called without a new message (my_env.py:{line})",
     ),
-    "forgets": (
-        "await ask(HELLO)\nawait ask(HELLO + HELLO)  # here",
-        "AskError: the history was rewritten: messages[1] is missing or differs* (my_env.py:{line})",
-    ),
-    "rewrites_and_catches": (
+    "asks_nothing_and_catches": (
         "await ask(HELLO)\ntry:\n    await ask([])  # here\nexcept Exception: pass\nreturn ''",
-        "AskError: the history was rewritten: messages[0] is missing or differs* (my_env.py:{line})",
+        "AskError: ask was called without a new message (my_env.py:{line})",
     ),
     "asks_twice": (
         "await asyncio.gather(ask(HELLO), ask(HELLO))",
@@ -318,8 +313,8 @@ def test_an_episode_that_waits_with_the_turn_is_not_blamed_for_the_deaths_of_its
     class Waiting(ScriptedHost):
         """Lets the environment wait in the first three starts of the episode."""
 
-        async def ask(self, messages, tools):
-            await super().ask(messages, tools)
+        async def ask(self, messages, tools, after):
+            await super().ask(messages, tools, after)
             text = "wait" if self.restarts < 3 else "go"
             return Reply(text=text, content=text)
 
@@ -380,9 +375,9 @@ class Env:
         ('{"done": 0, "components": {"a": NaN}, "turn_rewards": []}', "score returned nan for a"),
         ('{"done": 0, "components": {"b": 1.0}, "turn_rewards": []}', "score returned no a"),
         ('{"done": 0, "components": {"a": 1.0}, "turn_rewards": ["1"]}', "score returned str '1' for a turn"),
-        ('{"ask": 0, "messages": [], "tools": []}', "a line with wrong fields"),
-        ('{"ask": 0, "messages": ["text"], "tools": []}', "a line with wrong fields"),
-        ('{"ask": 0, "messages": [{"role": "user"}], "tools": [1]}', "an ask that is not possible now"),
+        ('{"ask": 0, "messages": [], "tools": [], "after": -1}', "a line with wrong fields"),
+        ('{"ask": 0, "messages": ["text"], "tools": [], "after": -1}', "a line with wrong fields"),
+        ('{"ask": 0, "messages": [{"role": "user"}], "tools": [1], "after": -1}', "an ask that is not possible now"),
         ('{"once": 0, "key": 1, "value": 2}', "a line with wrong fields"),
     ],
 )
@@ -403,7 +398,7 @@ def test_a_value_that_the_log_cannot_write_is_a_wrong_line():
 
 def test_a_host_that_cancels_its_turn_cancels_the_episode():
     class Cancelling(ScriptedHost):
-        async def ask(self, messages, tools):
+        async def ask(self, messages, tools, after):
             raise asyncio.CancelledError
 
     async def work(pool):

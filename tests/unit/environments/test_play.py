@@ -202,8 +202,8 @@ def test_an_episode_whose_process_dies_is_played_again_and_is_an_error_after_thr
     class Turning(ScriptedHost):
         """Ends the process in the first two starts of the episode."""
 
-        async def ask(self, messages, tools):
-            await super().ask(messages, tools)
+        async def ask(self, messages, tools, after):
+            await super().ask(messages, tools, after)
             text = "end" if self.restarts < 2 else "go"
             return Reply(text=text, content=text)
 
@@ -299,7 +299,7 @@ def test_unknown_builtin_environments_and_variables_that_are_not_set_are_refused
 
 def test_errors_of_the_host_and_cancellation_end_the_episode_and_no_other():
     class Failing(ScriptedHost):
-        async def ask(self, messages, tools):
+        async def ask(self, messages, tools, after):
             raise EnvironmentFailed("the chat template has no tools")
 
     async def work(pool):

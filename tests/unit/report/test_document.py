@@ -327,12 +327,12 @@ def test_weights_table_by_hand(store, two_step_run):
 def test_a_batch_of_another_version_is_refused_by_name(store, two_step_run):
     key = next(key for key in store.list("batches"))
     with pa.ipc.open_file(store.get(key)) as reader:
-        table = reader.read_all().replace_schema_metadata({"schema": "batch", "schema_version": "3"})
+        table = reader.read_all().replace_schema_metadata({"schema": "batch", "schema_version": "2"})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
     store.put(key, sink.getvalue().to_pybytes())
-    with pytest.raises(SchemaMismatch, match="'3'; this release reads 2"):
+    with pytest.raises(SchemaMismatch, match="'2'; this release reads 3"):
         build_report(store)
 
 

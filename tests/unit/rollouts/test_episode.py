@@ -68,7 +68,7 @@ class Environments:
     async def play(self, task, seed, host):
         self.replies, said = [], [task.get("index", 0)]
         for turn in range(self.turns):
-            reply = await host.ask([{"role": "user", "content": self.says.get(turn, said)}], [])
+            reply = await host.ask([{"role": "user", "content": self.says.get(turn, said)}], [], turn - 1)
             if reply is None:
                 return Played(score=Score(0.0), is_cut=True)
             self.replies.append(reply)
@@ -206,9 +206,9 @@ def test_a_turn_uses_the_keys_and_values_of_the_turn_before():
 def test_new_weights_end_the_use_of_kept_keys_and_values():
     class Swaps(Environments):
         async def play(self, task, seed, host):
-            reply = await host.ask([{"role": "user", "content": [3]}], [])
+            reply = await host.ask([{"role": "user", "content": [3]}], [], -1)
             await self.engine.swap(WeightUpdate(version=1, tensors=newer(1), num_bytes=0))
-            await host.ask([{"role": "user", "content": [reply.num_tokens % 8]}], [])
+            await host.ask([{"role": "user", "content": [reply.num_tokens % 8]}], [], 0)
             return Played(score=Score(1.0))
 
     async def main():
@@ -379,7 +379,7 @@ class Compared(Environments):
     async def play(self, task, seed, host):
         replies = []
         for turn in range(2):
-            replies.append(await host.ask([{"role": "user", "content": [turn]}], []))
+            replies.append(await host.ask([{"role": "user", "content": [turn]}], [], turn - 1))
         if seed in self.failing:
             raise EnvironmentFailed("no result (x.py:1)")
         return Transcript(json.dumps(replies[-1].text), len(replies))

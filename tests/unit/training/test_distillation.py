@@ -68,7 +68,7 @@ def test_over_all_tokens_the_gradient_is_that_of_the_reverse_kl_divergence(kind,
     places, zeros = torch.arange(6), torch.zeros(6, dtype=torch.int64)
     batch = SimpleNamespace(
         rollout_logprobs_N=rollout_V, advantages_N=torch.zeros(6), loss_weights_N=rollout_V.exp(), trained_M=places,
-        sequence_N=zeros, versions_N=zeros, layout=SimpleNamespace(num_sequences=1),
+        sequence_N=zeros, versions_N=zeros, num_sequences=1,
     )  # fmt: skip
     section = build_config({"loss": {"kind": kind, "teacher": "/models/teacher"}}).loss
     sums = pack_loss(

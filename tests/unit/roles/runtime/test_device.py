@@ -73,7 +73,7 @@ def test_forward_and_backward_of_a_pack_stay_on_the_device_of_the_model():
         batch.trained_M,
         entropy_N=entropy_N,
         sequence_N=batch.sequence_N,
-        num_sequences=batch.layout.num_sequences,
+        num_sequences=batch.num_sequences,
         lags_N=batch.versions_N,
     )
     optimizer = MasterOptimizer(dict(model.named_parameters()), TorchConfig(lr=1e-4))

@@ -114,7 +114,7 @@ def test_samples_greedy_completions_best_and_components_are_apart():
     assert (record.version, record.last_version) == (4, 8), "swapped in once per second sample"
     assert record.mean_tokens == 2.0
     assert record.samples[2] == {
-        "prompt": "prompt 2", "completion": "2 0", "reward": None, "reference": "2",
+        "prompt": "prompt 2", "completion": "2 0", "reward": None, "reference": "2", "task": {"answer": 2},
     }  # fmt: skip
 
 
