@@ -19,6 +19,7 @@ from pipelinerl.flows.cli import (
     gc,
     init,
     logs,
+    play,
     prepare,
     replay,
     report,
@@ -36,6 +37,7 @@ from pipelinerl_core.errors import ConfigError
 COMMANDS = (
     train.train,
     trial.trial,
+    play.play,
     resume.resume,
     drain.drain,
     runs.runs,

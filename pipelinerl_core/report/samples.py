@@ -25,6 +25,8 @@ Samples = Sequence[Mapping[str, Any]]
 # Rollouts shown of the first step, of the last step, and of the step with the most versions in a rollout.
 _PER_GROUP = 3
 _MAX_TOKENS = 400
+_LEAST_SHOWN = 3
+"""With fewer held-out prompts, that of the lowest reward is shown, too."""
 _MAX_COLUMNS = 8
 _MIN_HIDDEN = 20
 _COLUMN_CHARS = 80
@@ -168,7 +170,9 @@ def _telling(before: Samples, after: Samples = ()) -> dict[int, str]:
     )
     shown = dict.fromkeys([index for index in order if gains[index] > 0][:2], "rose")
     shown |= dict.fromkeys([index for index in reversed(order) if gains[index] < 0][:1], "fell")
-    return shown | dict.fromkeys([*same[:1], *same[-1:]], "unchanged")
+    shown |= dict.fromkeys([*same[:1], *same[-1:]], "unchanged")
+    lowest = min(order, key=lambda index: float(after[index].get("reward") or 0.0))
+    return shown if len(shown) >= _LEAST_SHOWN else shown | {lowest: shown.get(lowest, "the lowest reward")}
 
 
 def _choice(shown: Collection[int], before: Samples, after: Samples = ()) -> str:
@@ -223,7 +227,7 @@ def _columns(columns: Mapping[str, Any], prompt: str) -> dict[str, str]:
 
 def _turn_title(number: int, reward: float | None, *, is_branch: bool = False) -> str:
     branch = ", the first of a branch" if is_branch else ""
-    return f"turn {number}{branch}" + ("" if reward is None else f", reward {reward:g}")
+    return f"turn {number}{branch}" + ("" if reward is None else f", reward {reward:.4g}")
 
 
 def _given(text: str) -> str:
@@ -311,4 +315,4 @@ def _visible(text: str) -> str:
 def _badge(reward: float | None) -> str:
     if reward is None:
         return '<b class="reward none">no reward</b>'
-    return f'<b class="reward {"good" if reward > 0.5 else "bad"}">reward {reward:g}</b>'
+    return f'<b class="reward {"good" if reward > 0.5 else "bad"}">reward {reward:.4g}</b>'

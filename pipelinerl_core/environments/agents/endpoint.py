@@ -153,6 +153,11 @@ class Endpoint:
                     return answer(200, {"object": "list", "data": [_model()]})
                 case "GET", _ if path.startswith("/models/"):
                     return answer(200, _model())
+                case "POST", "/responses":
+                    raise BadRequest(
+                        "this endpoint has chat completions, not the Responses API. With openai-agents, call "
+                        'agents.set_default_openai_api("chat_completions")', 404, "not_found",
+                    )  # fmt: skip
                 case _:
                     raise BadRequest(f"{head.method} {head.path}: no such route", 404, "not_found")
         except BadRequest as error:
@@ -178,8 +183,7 @@ class Endpoint:
 
     async def _completed(self, head: Head, body: bytearray) -> Answer:
         given = _parsed(body)
-        if given.get("n", 1) not in (1, None):
-            raise BadRequest("n must be 1: the run samples the episodes of a group")
+        _refuse_unsupported(given)
         options = given.get("stream_options") or {}
         if not isinstance(options, dict):
             raise BadRequest("stream_options is no object")
@@ -187,6 +191,8 @@ class Endpoint:
         turn = self._same_turn(head, key, digest)
         if turn is None:
             history, tools = self._history(given.get("messages")), given.get("tools") or []
+            if given.get("tool_choice") == "none":
+                tools = []
             if not _are_objects(tools):
                 raise BadRequest("tools is no list of objects")
             _check_json(history, tools)
@@ -263,6 +269,21 @@ def _parsed(body: bytearray) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise BadRequest("the body is no JSON object")
     return given
+
+
+def _refuse_unsupported(request: Mapping[str, Any]) -> None:
+    """Refuse what would change the answer and is not done; other options, such as temperature, are the run's."""
+    if request.get("n", 1) not in (1, None):
+        raise BadRequest("n must be 1: the run samples the episodes of a group")
+    if request.get("tool_choice") not in (None, "auto", "none"):
+        raise BadRequest("tool_choice must be auto or none: the policy is sampled freely, and its calls are trained")
+    form = request.get("response_format")
+    if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
+        raise BadRequest(
+            "response_format must be text: the policy is sampled freely. Ask for JSON in a message, and reward it"
+        )
+    if request.get("logprobs") or request.get("top_logprobs"):
+        raise BadRequest("logprobs must be false: the rows of the run have the log-probabilities")
 
 
 def _are_objects(values: Any) -> bool:
