@@ -25,7 +25,7 @@ def play(
 ) -> None:
     """Play one episode of an environment or agent program, and show its messages, tool calls and reward.
 
-    No model is needed: a file says the model's turns, or you write them. The end of the file, or Ctrl-D, means that no
+    No model is needed: a file or you write its turns. The end of the file, or Ctrl-D, means that no
     token is left. A tool call in a text is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
     Examples:

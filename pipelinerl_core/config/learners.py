@@ -50,6 +50,9 @@ class LearnerSection(Section):
     final_lr_share: float = Field(1.0, ge=0, le=1)
     """Learning rate of the last step as a share of the peak, reached by linear decay; 1: constant learning rate; 0:
     the last step changes nothing, so set at least 0.01 for a decay to about 0."""
+    decay_steps: int = Field(0, ge=0)
+    """Steps of the decay to final_lr_share, after which the rate stays; 0: trainer.steps. A resume with more
+    trainer.steps sets it to the earlier number."""
     ess_scaling: bool = False
     """Multiply the learning rate of each step by min(1, sqrt(ess_sequence / reference)): smaller steps on data that
     few rollouts dominate (VCPO). Set if a high lag makes the training unstable."""

@@ -18,11 +18,13 @@ from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.errors import ConfigError
 
 RESUMABLE = (
+    "trainer.steps",
     "trainer.ranks",
     "trainer.threads",
     "trainer.pack_tokens",
     "trainer.collective_seconds",
     "trainer.rescore_",
+    "learner.decay_steps",
     "learner.kind",
     "learner.zero_stage",
     "learner.offload",
@@ -31,7 +33,7 @@ RESUMABLE = (
     "model.device",
     "placement.",
 )
-"""Prefixes of the keys that a resume may change: they choose the hardware of a run, not its result."""
+"""Prefixes of the keys that a resume may change: they choose the length and the hardware of a run, not its steps."""
 _SYNONYMS = {
     "prompts.data": "prompts.path",
     "prompts.dataset": "prompts.path",

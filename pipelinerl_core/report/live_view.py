@@ -17,6 +17,7 @@ from pipelinerl_core.report.actor_alarms import alarm_text
 from pipelinerl_core.report.advice import clipped_advice, refused_advice
 from pipelinerl_core.report.equal_rewards import WARN_STEPS, equal_reward, headline
 from pipelinerl_core.report.scrape_targets import live_roles, role_progress
+from pipelinerl_core.run.context import planned_steps
 from pipelinerl_core.run.follow import RunFollower, commit_metrics, eval_metrics
 from pipelinerl_core.run.hub_status import HEARTBEAT_SECONDS, HubWatch, may_be_live
 from pipelinerl_core.run.records import Commit, HubRecord
@@ -126,7 +127,7 @@ def status_of(
     `role_progress`. silent_seconds: since when the heartbeat of the hub is unchanged (`HubWatch.silent_seconds`).
     """
     last = follower.last
-    steps = int(follower.run.config.get("trainer", {}).get("steps", 0))
+    steps = planned_steps(follower.store, follower.run)
     metrics = commit_metrics(last, follower.before(last)) if last else {}
     is_alive = may_be_live(hub) and silent_seconds < _HUB_SILENCE_SECONDS
     evals = list(follower.evals.values())

@@ -9,6 +9,7 @@ from typing import Any
 from pipelinerl_core.errors import MissingObject, StoreError, StoreUnavailable
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.commits import read_commits
+from pipelinerl_core.run.context import planned_steps
 from pipelinerl_core.run.hub_status import HubWatch
 from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import EVALS_PREFIX, RUN_KEY, EvalRecord, RunRecord, eval_key, eval_version
@@ -85,7 +86,7 @@ def _listed(store: ObjectStore, record: RunRecord | str) -> ListedRun:
 
 def _read(store: ObjectStore, record: RunRecord) -> ListedRun:
     last = next(iter(read_commits(store).newest(1)), None)
-    steps = int(record.config.get("trainer", {}).get("steps", 0))
+    steps = planned_steps(store, record)
     step = last.step if last else 0
     is_over = bool(last and step >= steps)
     versions = sorted({eval_version(key) for key in list_keys(store, EVALS_PREFIX)})

@@ -94,6 +94,15 @@ def resume_overrides(store: ObjectStore) -> tuple[str, ...]:
         return ()
 
 
+def planned_steps(store: ObjectStore, record: RunRecord) -> int:
+    """trainer.steps of the run, as the latest resume has set it; 0 if the configuration has none."""
+    steps = str(record.config.get("trainer", {}).get("steps", 0))
+    for override in resume_overrides(store):
+        key, _, value = override.partition("=")
+        steps = value if key == "trainer.steps" else steps
+    return int(steps)
+
+
 def note_resume(store: ObjectStore, overrides: Sequence[str]) -> None:
     """Store checked overrides for all later starts of roles, in addition to the overrides of earlier resumes."""
     if overrides:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.mlflow_login import without_logins
+from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.resolve import load_config, resume_config
 from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.history import counted_commit_keys, read_commit
@@ -40,6 +41,7 @@ def resume_job(run: str, overrides: Sequence[str], root: str) -> Job:
     context = open_run(url)
     if commits := counted_commit_keys(context.store):
         read_commit(context.store, commits[max(commits)])
+    overrides = _with_decay(context.config, overrides, max(commits, default=0))
     changed = replace(context, config=resume_config(context.config, overrides))
     return Job(
         preset=context.run_id,
@@ -48,3 +50,24 @@ def resume_job(run: str, overrides: Sequence[str], root: str) -> Job:
         config=changed.config,
         run=changed,
     )
+
+
+def _with_decay(config: RunConfig, overrides: Sequence[str], committed: int) -> tuple[str, ...]:
+    """The overrides of a resume; with another trainer.steps also learner.decay_steps, so that committed steps keep
+    their learning rates. Raises ConfigError for steps that the run cannot have."""
+    if any(override.startswith("learner.decay_steps") for override in overrides):
+        raise ConfigError("learner.decay_steps: a resume cannot change the decay. Start a new run with --from")
+    steps = resume_config(config, overrides).trainer.steps
+    if steps == config.trainer.steps or not committed:
+        return tuple(overrides)
+    if steps < committed:
+        raise ConfigError(f"trainer.steps={steps}: step {committed} is committed already. Set at least {committed}")
+    learner = config.learner
+    if learner.final_lr_share == 1 or learner.decay_steps:
+        return tuple(overrides)
+    if learner.final_lr_share == 0:
+        raise ConfigError(
+            f"trainer.steps={steps}: with learner.final_lr_share=0 the learning rate is 0 after step "
+            f"{config.trainer.steps}. Start a new run with `pipelinerl train --from`"
+        )
+    return (*overrides, f"learner.decay_steps={config.trainer.steps}")

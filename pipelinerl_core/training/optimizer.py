@@ -19,9 +19,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def learning_rate(step: int, config: LearnerConfig, num_steps: int) -> float:
-    """Learning rate of step 1 .. num_steps: linear warm-up to lr, times a linear decay from 1 to final_lr_share."""
+    """Learning rate of step 1 .. num_steps: linear warm-up to lr, times a linear decay from 1 to final_lr_share over
+    decay_steps, or all steps."""
     warm_up = min(1.0, step / max(1, config.warmup_steps))
-    decay = 1.0 - (1.0 - config.final_lr_share) * step / num_steps
+    decay = 1.0 - (1.0 - config.final_lr_share) * min(1.0, step / (config.decay_steps or num_steps))
     return config.peak_lr * warm_up * decay
 
 
