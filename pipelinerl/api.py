@@ -237,7 +237,10 @@ class Run:
         return sorted(stored_versions(self._store))
 
     def export(self, directory: str | Path, version: int | str = "last") -> Path:
-        """Write a version as a directory for transformers, vLLM and model.path; the directory must not exist."""
+        """Write a version as a directory for transformers, vLLM and model.path; the directory must not exist.
+
+        version: "last", "first" or any step; one that the store does not have is computed again.
+        """
         from pipelinerl_core.tools.export import export
 
         return Path(export(self.url, Path(_text("directory", directory)), str(version))["directory"]).resolve()

@@ -12,7 +12,9 @@ from pipelinerl.flows.cli.console import answer
 def export(
     run: Run,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory to create; must not exist.")],
-    version: Annotated[str, typer.Option(help="Number of a durable weight version, or last.")] = "last",
+    version: Annotated[
+        str, typer.Option(help="Number of a step, or last. A version that is not durable is computed again.")
+    ] = "last",
     root: Root = "",
     as_json: Json = False,
 ) -> None:

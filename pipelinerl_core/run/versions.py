@@ -69,18 +69,24 @@ def durable_versions(commits: Iterable[Commit]) -> list[int]:
     return sorted(commit.step for commit in commits if is_durable(commit))
 
 
-def find_commit(run: RunContext, version: str) -> Commit:
-    """The commit of `first`, `last` (the newest durable version) or a number. ConfigError if it is not stored."""
+def find_commit(run: RunContext, version: str, *, may_replay: bool = False) -> Commit:
+    """The commit of `first`, `last` (the newest durable version) or a number. ConfigError if it is not stored.
+
+    may_replay: a number may be of any committed step, whose weights a replay computes again.
+    """
     commits, stored = read_commits(run.store), stored_versions(run.store)
     named = [step for step in commits if version in ("first", str(step))][:1]
     for step in reversed(commits) if version == "last" else named:
-        if step in stored and is_durable(commits[step]):
+        if (step in stored and is_durable(commits[step])) or (may_replay and version == str(step)):
             return commits[step]
+    if may_replay:
+        there = f"the newest step is {max(commits)}" if commits else "no step is committed"
+        raise ConfigError(f"--version {version}: no such step; {there}")
     weights = run.config.weights
     raise ConfigError(
         f"--version {version}: not durable (the newest step is {max(commits, default=-1)}, weights.durable_every="
-        f"{weights.durable_every}, weights.keep={weights.keep}). `last` is the newest durable version; `pipelinerl "
-        "replay` can compute the weights of a step again"
+        f"{weights.durable_every}, weights.keep={weights.keep}). `last` is the newest durable version. "
+        "`pipelinerl export` and `pipelinerl train --from` compute the weights of any step again"
     )
 
 

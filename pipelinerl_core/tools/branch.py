@@ -18,7 +18,7 @@ _PARENT = re.compile(r"(.+?)(?:@(first|last|\d+))?", re.DOTALL)
 
 
 def branch(parent: str, source: str, overrides: Sequence[str], root: str) -> tuple[str, tuple[str, ...]]:
-    """The preset or TOML file, and the overrides, of a run that starts from a durable version of another run.
+    """The preset or TOML file, and the overrides, of a run that starts from a version of another run.
 
     parent: RUN or RUN@VERSION, as `export` takes them. source: a preset or TOML file; empty: the configuration of the
     other run. The weights are exported to the cache once. Raises ConfigError as `export`.
@@ -29,7 +29,7 @@ def branch(parent: str, source: str, overrides: Sequence[str], root: str) -> tup
     name, version = matched.groups()
     url = locate_run(name, root)
     run = open_run(url)
-    step = find_commit(run, version or "last").step
+    step = find_commit(run, version or "last", may_replay=True).step
     directory = cache_directory() / "branches" / f"{run.run_id}-{step}"
     if not (directory / "model").exists():
         partial = directory / f"partial-{os.getpid()}"

@@ -10,21 +10,23 @@ from pipelinerl_core.errors import EXIT_CONFIG, ConfigError, DeadlineExceeded, P
 from pipelinerl_core.models.paths import resolve_model_path
 from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.records import EXPORT_ORIGIN, WEIGHTS_FILE, Commit
-from pipelinerl_core.run.versions import find_commit
+from pipelinerl_core.run.versions import find_commit, is_durable
 from pipelinerl_core.supervision.role_commands import ending_with_parent, module_command, role_environment
 from pipelinerl_core.supervision.temporary_directories import own_temporary
 from pipelinerl_core.tools.model_card import write_card
 
 # All other files of the starting model are copied: configuration, tokenizer, chat template.
 _OLD_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
-# Reading, merging adapters and writing take minutes for the largest models.
+# Reading, merging adapters and writing take minutes for the largest models; steps that are trained again take longer.
 _WRITE_SECONDS = 1800.0
+_REPLAY_SECONDS = 24 * 3600.0
 
 
 def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
-    """Write a durable version and the starting model's other files into a directory; returns what EXPORT_ORIGIN has.
+    """Write a version and the starting model's other files into a directory; returns what EXPORT_ORIGIN has.
 
-    version: see `find_commit`. Raises ConfigError if the directory is not empty, the version is not durable, or the
+    version: `first`, `last`, or the number of any step: a version that is not durable is trained again from the
+    newest checkpoint before it. Raises ConfigError if the directory is not empty, there is no such version, or the
     starting model is not on this host.
     """
     run = open_run(url)
@@ -40,7 +42,7 @@ def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
             f"model.path={run.config.model.path}: the starting model is not on this host, but the export needs its "
             "configuration and tokenizer. Run the export on a host with the model"
         )
-    commit = find_commit(run, version)
+    commit = find_commit(run, version, may_replay=True)
     try:
         shutil.copytree(source, directory, ignore=shutil.ignore_patterns(*_OLD_WEIGHTS), dirs_exist_ok=True)
     except OSError as error:  # also an error of several files
@@ -66,18 +68,19 @@ def _write_model(run: RunContext, commit: Commit, file: Path) -> None:
     On failure, the directory of the file is removed. Raises ConfigError, DeadlineExceeded or PipelineRLError.
     """
     arguments = {"run": run.store.url, "version": str(commit.step), "file": str(file)}
+    seconds = _WRITE_SECONDS if is_durable(commit) else _REPLAY_SECONDS
     try:
         with own_temporary(role_environment(run.config.placement.threads, run.token)) as own:
             ended = subprocess.run(
                 ending_with_parent(module_command("pipelinerl_core.tools.write_model", arguments)),
-                env=own, capture_output=True, text=True, check=False, timeout=_WRITE_SECONDS,
+                env=own, capture_output=True, text=True, check=False, timeout=seconds,
             )  # fmt: skip
         if ended.returncode != 0:
             lines = ended.stderr.strip().splitlines() or [f"writing the model ended with code {ended.returncode}"]
             raise (ConfigError if ended.returncode == EXIT_CONFIG else PipelineRLError)(lines[-1])
     except subprocess.TimeoutExpired:
         shutil.rmtree(file.parent)
-        raise DeadlineExceeded(f"{file}: was not written within {_WRITE_SECONDS:.0f} s") from None
+        raise DeadlineExceeded(f"{file}: was not written within {seconds:.0f} s") from None
     except PipelineRLError:
         shutil.rmtree(file.parent)
         raise

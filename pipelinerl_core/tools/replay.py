@@ -1,12 +1,14 @@
 """`pipelinerl replay`: train recorded batches again and compare the results with the commits."""
 
 import argparse
+import hashlib
 import json
 import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
+from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.roles.runtime.process import RUN, Arguments, limit_threads, run_main
 from pipelinerl_core.roles.trainer.learners import open_learners
 from pipelinerl_core.roles.trainer.own_code import load_stored_functions
@@ -16,9 +18,11 @@ from pipelinerl_core.roles.trainer.retrain import (
     replay_steps,
     restore,
 )
-from pipelinerl_core.run.context import open_run
+from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.history import counted_commit_keys, steps_to_replay
+from pipelinerl_core.run.records import Commit
 from pipelinerl_core.telemetry.metrics import short_key
+from pipelinerl_core.weights.files import serialize
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +41,27 @@ def replay_run(url: str, first: int | None, last: int | None) -> Iterator[Replay
         for replayed in replay_steps(context.store, learner, commits, end):
             if replayed.step >= begin:
                 yield replace(replayed, is_exact=replayed.step < min(foreign, default=end + 1))
+
+
+def replayed_weights(context: RunContext, commit: Commit) -> bytes:
+    """The weights after a committed step in their published form, from the newest checkpoint before it.
+
+    Raises ConfigError without such a checkpoint, PipelineRLError if they are not those of the run.
+    """
+    load_stored_functions(context)
+    commits = counted_commit_keys(context.store)
+    with open_learners(context.store.url, context.config.trainer.ranks) as learners:
+        learner = learners.build(context.config)
+        restore(context.store, learner, commits, commit.step)
+        for replayed in replay_steps(context.store, learner, commits, commit.step):
+            logger.info("trained step %d again", replayed.step)
+        weights = serialize(learner.weights())
+    if hashlib.sha256(weights).hexdigest() != commit.weights_sha256:
+        raise PipelineRLError(
+            f"version {commit.step}: this host computes other weights than the run, whose processor or settings were "
+            "others. `pipelinerl replay` names the first step; run the command on the trainer's kind of host"
+        )
+    return weights
 
 
 _ARGUMENTS: Arguments = {

@@ -1,4 +1,4 @@
-"""All weights of a durable version as one safetensors file, for `pipelinerl export`."""
+"""All weights of a version as one safetensors file, for `pipelinerl export`."""
 
 import argparse
 import os
@@ -11,19 +11,24 @@ from pipelinerl_core.algo.adapters import Adapters
 from pipelinerl_core.roles.runtime.inference import base_weights
 from pipelinerl_core.roles.runtime.process import RUN, limit_threads, run_main
 from pipelinerl_core.run.context import RunContext, open_run
-from pipelinerl_core.run.versions import find_commit
+from pipelinerl_core.run.versions import find_commit, is_durable, stored_versions
+from pipelinerl_core.tools.replay import replayed_weights
+from pipelinerl_core.weights.files import deserialize
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 
 def write_model(context: RunContext, version: str, file: Path) -> None:
     """Write all weights of a version to `file`, in the data type of the run, adapters merged into the starting model.
 
-    The header has the metadata `format: pt`, which many readers of safetensors files require. Raises ConfigError if
-    the version is not durable, StoreError if it is damaged or was trained from another base model than this host's.
+    The header has the metadata `format: pt`, which many readers of safetensors files require. The steps of a version
+    that is not durable are trained again. Raises ConfigError without such a version, StoreError if it is damaged or
+    was trained from another base model than this host's, and PipelineRLError if this host computes other weights.
     """
-    manifest = find_commit(context, version).manifest
-    assert manifest is not None
-    weights = WeightSubscriber(context.store).read(manifest)
+    commit = find_commit(context, version, may_replay=True)
+    if commit.manifest is not None and is_durable(commit) and commit.step in stored_versions(context.store):
+        weights = WeightSubscriber(context.store).read(commit.manifest)
+    else:
+        weights = deserialize(replayed_weights(context, commit), f"weights of version {version}")
     if isinstance(weights, Adapters):
         base = base_weights(context.config)
         assert base is not None
@@ -42,7 +47,7 @@ def _merge(arguments: argparse.Namespace) -> None:
 
 def main() -> int:
     """Command line of the export's child process."""
-    version = {"required": True, "help": "last, or the number of a durable version"}
+    version = {"required": True, "help": "last, or the number of a step"}
     file = {"type": Path, "required": True, "help": "where to write"}
     return run_main(__doc__, {**RUN, "--version": version, "--file": file}, _merge)
 

@@ -1,18 +1,23 @@
 """The notebook of the documentation, cell by cell, and what the Python interface does with a run afterwards."""
 
 import ast
+import hashlib
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 import pipelinerl
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.models.resolve import load_config
+from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.local_files import parent_of
 from pipelinerl_core.run.records import RUN_KEY
+from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tools.branch import branch
+from pipelinerl_core.weights.files import serialize
 
 pytestmark = pytest.mark.slow
 
@@ -68,8 +73,16 @@ def test_another_run_starts_from_the_weights_and_the_configuration(shown, monkey
     before = (Path(config.model.path) / "model.safetensors").stat().st_mtime_ns
     assert branch(run.url, "quickstart", [], "") == ("quickstart", (f"model.path={config.model.path}",))
     assert (Path(config.model.path) / "model.safetensors").stat().st_mtime_ns == before
-    with pytest.raises(ConfigError, match="--version 5: not durable"):
-        branch(f"{run.url}@5", "", [], "")
+    with pytest.raises(ConfigError, match="--version 13: no such step"):
+        branch(f"{run.url}@13", "", [], "")
+
+
+def test_a_step_that_was_not_stored_is_exported_with_the_weights_of_the_run(shown, tmp_path):
+    run = shown[0]["run"]
+    assert 5 not in run.versions()
+    written = load_file(run.export(tmp_path / "step5", 5) / "model.safetensors")
+    commit = read_commits(open_store(run.url))[5]
+    assert hashlib.sha256(serialize(written)).hexdigest() == commit.weights_sha256
 
 
 def test_rollouts_are_read_by_step_and_without_text(shown):
