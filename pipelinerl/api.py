@@ -104,7 +104,7 @@ def start(
 
 def train(
     data: Any,
-    reward: str | Callable[..., Any] = "",
+    reward: str | Callable[..., Any] | Sequence[Callable[..., Any]] = "",
     *,
     model: str | Path = "",
     overrides: Iterable[str] = (),
@@ -116,8 +116,8 @@ def train(
     stops the run; `open_run().resume()` continues the run.
 
     data: path of a file, list of dictionaries, or table of pandas, pyarrow or datasets.
-    reward: a function with the signature of docs/rewards.md, of TRL or of verl, or FILE.py:FUNCTION; "": compare with
-    the answer of the row.
+    reward: a function with the signature of docs/rewards.md, of TRL or of verl, a list of functions whose rewards are
+    added, or FILE.py:FUNCTION; "": compare with the answer of the row.
     model: directory or hub name; "": SmolLM2-135M-Instruct.
 
     Raises ConfigError if the run is refused, PipelineRLError if it fails.

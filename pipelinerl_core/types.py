@@ -169,7 +169,9 @@ class Prompt:
     env: str
     """Name of the verifier that scores it."""
     text: str
-    """Input of the model, before tokenisation."""
+    """Input of the model, before tokenisation; with `messages` their contents."""
+    messages: tuple[dict[str, Any], ...] = ()
+    """A conversation that ends with a message of the user; empty: `text` is the only message."""
     task: dict[str, Any] = field(default_factory=dict)
     """Input of the verifier (JSON values only), for example {"answer": "15"}."""
 

@@ -334,7 +334,8 @@ def _reward_problem(config: Settings) -> str | None:
                 "Set reward.function too, or environment.path and the keys of its section"
             )
         return _weights_of_reward_problem(config)
-    if not _names_object(reward.function):
+    place, _, names = reward.function.rpartition(":")
+    if not all(_names_object(f"{place}:{name}") for name in names.split(",")):
         return (
             f"reward.function={reward.function}: names no function. Write FILE.py:FUNCTION, for example "
             "my_rewards.py:score, or package.module:FUNCTION"

@@ -17,7 +17,7 @@ class RewardConfig(Section):
     sets)."""
     function: str = ""
     """Your own reward function instead of a verifier: FILE.py:FUNCTION, or package.module:FUNCTION (docs/rewards.md).
-    The run stores a copy of the file."""
+    FILE.py:A,B: several, whose rewards are added, each a component of its name. The run stores a copy of the file."""
     weights: dict[str, float] = Field({})
     """reward.function: weight of each named component that the function returns; 1 for a component without an entry.
     environment.path: replaces weights of the class by name. Example: reward.weights.correct=2."""

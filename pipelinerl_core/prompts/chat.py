@@ -63,12 +63,13 @@ def encode_prompt(
     """[P] token ids of a prompt, at least one.
 
     Without a chat template the text is tokenised with the tokenizer's default special tokens. With a chat template
-    the text is a message of the user, followed by the beginning of the assistant's answer. `tokenizer` is a tokenizer
+    the text is a message of the user, or the prompt has messages, followed by the beginning of the assistant's
+    answer. `tokenizer` is a tokenizer
     of transformers; `system` and `control_tokens` are the keys of prompts. Raises ConfigError if the tokenizer lacks
     a chat template or cannot encode the prompt, or if the chat template fails or does not support `system`.
     """
     with _one_line(prompt):
-        ids = _token_ids(prompt.text, tokenizer, chat_template, system, control_tokens)
+        ids = _token_ids(prompt, tokenizer, chat_template, system, control_tokens)
     if not ids:
         raise ConfigError(f"{prompt.source}: prompt {prompt.prompt_id} has no tokens. Remove empty prompts")
     return np.asarray(ids, dtype=np.int32)
@@ -80,7 +81,11 @@ def prompt_as_text(prompt: Prompt, tokenizer: Any, chat_template: bool, system: 
         return prompt.text
     with _one_line(prompt):
         require_chat_template(tokenizer)
-        return conversation_text(tokenizer, [{"role": "user", "content": prompt.text}], system=system)
+        return conversation_text(tokenizer, _messages(prompt), system=system)
+
+
+def _messages(prompt: Prompt) -> Messages:
+    return prompt.messages or [{"role": "user", "content": prompt.text}]
 
 
 @contextmanager
@@ -188,13 +193,13 @@ def _apply(tokenizer: Any, messages: Messages, tools: Messages = (), *, is_promp
     return str(rendered)
 
 
-def _token_ids(text: str, tokenizer: Any, chat_template: bool, system: str, control_tokens: str) -> list[int]:
+def _token_ids(prompt: Prompt, tokenizer: Any, chat_template: bool, system: str, control_tokens: str) -> list[int]:
     if not chat_template:
-        ids: list[int] = tokenizer(text)["input_ids"]
+        ids: list[int] = tokenizer(prompt.text)["input_ids"]
         return ids
     require_chat_template(tokenizer)
     special = special_tokens(tokenizer, are_allowed=control_tokens == "allow")
-    messages = special.as_text([{"role": "user", "content": text}])
+    messages = special.as_text(_messages(prompt))
     return special.encode(conversation_text(tokenizer, messages, system=special.as_text(system)))
 
 

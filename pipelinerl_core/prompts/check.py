@@ -104,7 +104,8 @@ def _first_line(config: RunConfig, source: PromptSource, tokenizer: Any) -> str:
         prompt_as_text(prompt, tokenizer, config.model.chat_template, config.prompts.system)
         for prompt in (first, second)
     ]
-    if first.text.strip() not in texts[0] or (texts[0] == texts[1] and first.text.strip() != second.text.strip()):
+    asked = str(first.messages[-1]["content"]) if first.messages else first.text
+    if asked.strip() not in texts[0] or (texts[0] == texts[1] and first.text.strip() != second.text.strip()):
         raise ConfigError(
             f"model.chat_template=true, but the chat template of model.path changes the text of the prompt "
             f"{first.text[:60]!r} to {texts[0][:120]!r}. Correct the template, or set model.chat_template=false"

@@ -87,6 +87,7 @@ class Rows:
             source=self._name,
             env=self._env,
             text=self._filled(self._columns(row, record)),
+            messages=self._messages(record),
             task=record if answer is None else {**record, "answer": answer},
         )
 
@@ -131,6 +132,11 @@ class Rows:
         left = iter(columns)
         return "".join(literal + ("" if column is None else next(left)) for literal, column in self._template)
 
+    def _messages(self, record: Record) -> tuple[dict[str, Any], ...]:
+        """The messages of the prompt's column, if there are several; without a template."""
+        value = _value(record, self._template[0][1] or "") if len(self._template) == 1 else None
+        return tuple(value) if isinstance(value, list) and len(value) > 1 else ()
+
     def _answer(self, row: int, record: Record) -> Any:
         """The answer as text, or, for code of the user, a list or object as it is; None: there is none."""
         value = _value(record, self._answer_column)
@@ -155,12 +161,14 @@ class Rows:
         if isinstance(value, bool | int | float):
             return json.dumps(value)
         if isinstance(value, list) and value and all(map(_is_message, value)):
+            if _is_conversation(value) and (len(value) == 1 or not key.startswith("prompts.template")):
+                return "\n\n".join(message["content"] for message in value)
             roles = [message["role"] for message in value]
-            if roles == ["user"] and isinstance(value[0]["content"], str):
-                return str(value[0]["content"])
+            roles = [message["role"] for message in value]
             raise ConfigError(
-                f"{setting}: row {row} of {origin} has messages of {roles}, but must have one message of the user, "
-                "a text. Choose a column of text, and set prompts.system for a message of the system"
+                f"{setting}: row {row} of {origin} has messages of {roles}, but must have texts of user and assistant "
+                "in turn, the last of the user, after a message of the system or without it; in prompts.template one "
+                "message of the user"
             )
         raise ConfigError(
             f"{setting}: row {row} of {origin} has a {type(value).__name__}, but must have text or a number. "
@@ -299,6 +307,16 @@ def _value(record: Record, column: str) -> Any:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and {"role", "content"} <= value.keys()
+
+
+def _is_conversation(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the messages are texts of user and assistant in turn, the last of the user; the first may be of the
+    system."""
+    roles = [message["role"] for message in messages]
+    turns = roles[roles[0] == "system" :]
+    in_turn = all(role == ("user", "assistant")[at % 2] for at, role in enumerate(turns))
+    are_texts = all(isinstance(message["content"], str) for message in messages)
+    return are_texts and in_turn and len(turns) % 2 == 1
 
 
 def text_hash(text: str) -> str:

@@ -18,12 +18,52 @@ class FunctionSpec:
     """A reward function, as the scorer sends it to its processes."""
 
     function: str
-    """FILE.py:NAME or package.module:NAME."""
+    """FILE.py:NAME or package.module:NAME; several names with commas."""
     code: str | None
     """Text of FILE.py; None for a module."""
     weights: Mapping[str, float]
     """Component -> weight in the reward; 1 for other components."""
     has_network: bool
+
+
+class RewardFunctions:
+    """The verifier that calls several functions: each is a component of the reward, under its name."""
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        """Load the functions of a FunctionSpec; raises as `RewardFunction`."""
+        self._weights = FunctionSpec(**spec).weights
+        place, _, names = spec["function"].rpartition(":")
+        self._functions = {
+            name: RewardFunction({**spec, "function": f"{place}:{name}", "weights": {}}) for name in names.split(",")
+        }
+        self.file = next(iter(self._functions.values())).file
+
+    def __call__(self, text: str, task: Mapping[str, Any]) -> Components:
+        """The weighted sum; a function that returns components adds these. Raises as `RewardFunction`."""
+        values: dict[str, float] = {}
+        for name, function in self._functions.items():
+            result = function(text, task)
+            if isinstance(result, Components):
+                # The other numbers of a function of verl are no part of its reward.
+                new = {name: result.reward} if function.has_verl_form else result.values
+            else:
+                new = {name: result}
+            if both := values.keys() & new.keys():
+                raise Invalid(f"two reward functions return the component {min(both)}. Give it two names")
+            values |= new
+        return _weighted(values, self._weights, ", ".join(self._functions))
+
+
+def _weighted(result: Mapping[Any, Any], weights: Mapping[str, float], name: str) -> Components:
+    """The sum of the components, each times its weight. name: what returned them, for messages."""
+    values = checked_components(result, name)
+    if unknown := [component for component in weights if component not in values]:
+        raise Invalid(
+            f"reward.weights.{unknown[0]}: {name} returned no such component (returned: {', '.join(values)}). "
+            "Correct the name in reward.weights or in the function"
+        )
+    total = sum(weights.get(component, 1.0) * value for component, value in values.items())
+    return Components(reward=finite_number(total, name, " as weighted sum"), values=values)
 
 
 class RewardFunction:
@@ -54,6 +94,11 @@ class RewardFunction:
         self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         self._optional = {parameter.name for parameter in named if parameter.default is not parameter.empty}
         self._required = [parameter.name for parameter in named if parameter.default is parameter.empty]
+
+    @property
+    def has_verl_form(self) -> bool:
+        """The function has verl's signature, in which `score` is the reward and other numbers are recorded."""
+        return self._form is _verl
 
     def __call__(self, text: str, task: Mapping[str, Any]) -> float | Components:
         """The reward of a completion. task: the columns of the prompt's row, and the other parameters.
@@ -95,14 +140,7 @@ class RewardFunction:
                     f"({', '.join(weights)}). Return a mapping of these names, or remove reward.weights"
                 )
             return finite_number(result, self._name)
-        values = checked_components(result, self._name)
-        if unknown := [name for name in weights if name not in values]:
-            raise Invalid(
-                f"reward.weights.{unknown[0]}: {self._name} returned no such component "
-                f"(returned: {', '.join(values)}). Correct the name in reward.weights or in the function"
-            )
-        total = sum(weights.get(name, 1.0) * value for name, value in values.items())
-        return Components(reward=finite_number(total, self._name, " as weighted sum"), values=values)
+        return _weighted(result, weights, self._name)
 
 
 def _own(text: str, task: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def _function_spec(config: RunConfig, name: str, code: str | None) -> ChildSpec:
     function = FunctionSpec(function=reward.function, code=code, weights=reward.weights, has_network=reward.network)
     spec = ChildSpec(
         name=name,
-        function="pipelinerl_core.rewards.function:RewardFunction",
+        function=f"pipelinerl_core.rewards.function:RewardFunction{'s' * (',' in reward.function)}",
         timeout_seconds=reward.timeout_seconds,
         memory_bytes=FUNCTION_BYTES,
         prepare=asdict(function),

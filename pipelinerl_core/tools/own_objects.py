@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -51,22 +51,28 @@ def rows_file(data: Any) -> Path:
     )
 
 
-def function_location(function: str | Callable[..., Any]) -> str:
-    """FILE.py:FUNCTION of a function. A function of a notebook, of a started program or inside of another function is
-    written to a file with what it uses: modules, literals, and other functions and classes. Raises ConfigError if it
-    uses other objects.
+def function_location(function: str | Callable[..., Any] | Sequence[Callable[..., Any]]) -> str:
+    """FILE.py:FUNCTION of a function, FILE.py:A,B of several.
+
+    A function of a notebook, of a started program or inside of another function is written to a file with what it
+    uses: modules, literals, and other functions and classes. Raises ConfigError if it uses other objects.
     """
     if isinstance(function, str):
         return function
-    name = getattr(function, "__name__", "")
-    if not inspect.isfunction(function) or not name.isidentifier():
+    functions: list[Any] = list(function) if isinstance(function, Sequence) else [function]
+    names = [getattr(each, "__name__", "") for each in functions]
+    if not all(map(inspect.isfunction, functions)) or not names or not all(map(str.isidentifier, names)):
         raise ConfigError("reward is no function that `def` defines. Give such a function, or FILE.py:FUNCTION")
-    if _is_importable(function):
-        return f"{inspect.getfile(function)}:{name}"
+    if len(set(names)) < len(names):
+        raise ConfigError(f"reward: two functions have the same name ({', '.join(names)}). Give them two names")
+    files = {inspect.getfile(each) if _is_importable(each) else "" for each in functions}
+    if files.isdisjoint({""}) and len(files) == 1:
+        return f"{files.pop()}:{','.join(names)}"
     definitions: dict[str, str] = {}
-    _define(name, function, definitions)
+    for name, each in zip(names, functions, strict=True):
+        _define(name, each, definitions)
     text = "\n\n".join(definitions.values())
-    return f"{_stored(text.encode(), 'py')}:{name}"
+    return f"{_stored(text.encode(), 'py')}:{','.join(names)}"
 
 
 def _define(name: str, value: Any, definitions: dict[str, str]) -> None:

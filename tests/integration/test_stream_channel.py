@@ -249,7 +249,7 @@ def test_another_schema_is_refused_by_name(channel):
     message = group_message(rollouts).model_copy(update={"id": 5}).model_dump_json().encode()
     answer = refusal(writer, reader, message, batch)
     assert (answer["kind"], answer["re"], answer["code"]) == ("refused", 5, "schema")
-    assert "'3' cannot be read" in answer["detail"]
+    assert "'4' cannot be read" in answer["detail"]
     leave(client, writer, reader)
 
 

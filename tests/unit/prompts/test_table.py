@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.models.resolve import build_config
+from pipelinerl_core.models.resolve import build_config, load_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.prompts.split import is_held_out, prompt_id
 
@@ -18,7 +18,7 @@ ROWS = [{"prompt": f"What is {number} + 1?", "answer": number + 1} for number in
 
 MESSAGES = (
     '{"prompt": [{"role": "user", "content": "1"}], "answer": 1}\n'
-    '{"prompt": [{"role": "system", "content": "2"}, {"role": "user", "content": "3"}], "answer": 1}\n'
+    '{"prompt": [{"role": "user", "content": "2"}, {"role": "user", "content": "3"}], "answer": 1}\n'
 )
 
 
@@ -214,7 +214,7 @@ def test_parquet_gives_the_same_prompts_as_json_lines_but_for_its_name(tmp_path)
             {},
             "row 0 of .* has a list, but must have text or a number",
         ),
-        ("rows.jsonl", MESSAGES, {}, r"row 1 of .* has messages of \['system', 'user'\], but must have one message"),
+        ("rows.jsonl", MESSAGES, {}, r"row 1 of .* has messages of \['user', 'user'\], but must have"),
         (
             "rows.jsonl",
             '{"q": "1", "answer": 1}\n',
@@ -319,3 +319,34 @@ def test_code_of_the_user_gets_a_structured_answer_as_it_is(tmp_path, value):
     assert own.prompt(0).task["answer"] == value
     with pytest.raises(ConfigError, match=r"prompts\.answer_column=tests: row 0 of .* must have text or a number"):
         build_source(build_config(values))
+
+
+TALK = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "And 2+2?"},
+]
+
+
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_a_conversation_is_a_prompt(tmp_path, start):
+    talk = TALK[start:]
+    rows = [{"prompt": talk, "answer": "4"}, {"prompt": "2+3?", "answer": "5"}]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    config = load_config(
+        "quickstart", ["prompts.kind=file", f"prompts.path={tmp_path}/rows.jsonl", "prompts.held_out_share=0.5"]
+    )
+    source = build_source(config)
+    prompts = {prompt.task["answer"]: prompt for prompt in (source.prompt(0), *source.held_out(1))}
+    assert prompts["4"].messages == (tuple(talk) if len(talk) > 1 else ())
+    assert prompts["4"].text == "\n\n".join(message["content"] for message in talk)
+    assert prompts["5"].messages == ()
+
+
+@pytest.mark.parametrize("talk", [TALK[:3], TALK[1:3], [*TALK[1:], TALK[1]], [{"role": "user", "content": [1]}]])
+def test_messages_that_do_not_end_with_a_question_of_the_user_are_refused(tmp_path, talk):
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'prompt': talk, 'answer': '4'})}\n")
+    config = load_config("quickstart", ["prompts.kind=file", f"prompts.path={tmp_path}/rows.jsonl"])
+    with pytest.raises(ConfigError, match="must have texts of user and assistant in turn"):
+        build_source(config)

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from pipelinerl_core.rewards.function import FunctionSpec, RewardFunction
+from pipelinerl_core.rewards.function import FunctionSpec, RewardFunction, RewardFunctions
 from pipelinerl_core.rewards.verifiers import Components
 from pipelinerl_core.sandbox.user_code import Invalid
 
@@ -162,3 +162,46 @@ def test_the_score_of_a_function_of_verl_is_the_reward_and_its_other_numbers_are
 def test_a_function_with_another_signature_is_told_the_three_forms():
     with pytest.raises(Invalid, match=r"parameter response, .* Signatures: \(text, .* TRL's .* verl's"):
         load("def score(response):\n    return 1\n")("4", ROW)
+
+
+SEVERAL = """
+def right(text, answer):
+    return answer in text
+
+
+def short(completions, **kwargs):
+    return [-len(text) / 100 for text in completions]
+
+
+def compute_score(solution_str, ground_truth):
+    return {"score": 0.5, "found": ground_truth in solution_str}
+
+
+def both(text):
+    return {"a": 1, "right": 2}
+"""
+
+
+def several(names, **weights):
+    spec = FunctionSpec(function=f"mine.py:{names}", code=SEVERAL, weights=weights, has_network=False)
+    return RewardFunctions(asdict(spec))("four: 4", ROW)
+
+
+def test_several_functions_are_components_of_their_names_with_weights_whatever_their_signatures():
+    result = several("right,short", short=2.0)
+    assert result.values == {"right": 1.0, "short": -0.07}
+    assert result.reward == pytest.approx(0.86)
+    assert several("right,compute_score").values == {"right": 1.0, "compute_score": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("names", "weights", "says"),
+    [
+        ("right,both", {}, "two reward functions return the component right"),
+        ("right,short", {"other": 1.0}, "reward.weights.other: right, short returned no such component"),
+        ("right,missing", {}, "no function missing there. Functions: both, compute_score, right, short"),
+    ],
+)
+def test_several_functions_that_do_not_fit_together_are_refused(names, weights, says):
+    with pytest.raises(Invalid, match=says):
+        several(names, **weights)
