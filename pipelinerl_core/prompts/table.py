@@ -166,9 +166,9 @@ class Rows:
             roles = [message["role"] for message in value]
             roles = [message["role"] for message in value]
             raise ConfigError(
-                f"{setting}: row {row} of {origin} has messages of {roles}, but must have texts of user and assistant "
-                "in turn, the last of the user, after a message of the system or without it; in prompts.template one "
-                "message of the user"
+                f"{setting}: row {row} of {origin} has messages of {roles}, but must have texts of user and "
+                "assistant in turn, the last of the user, after a message of the system or without it; in "
+                "prompts.template one message of the user"
             )
         raise ConfigError(
             f"{setting}: row {row} of {origin} has a {type(value).__name__}, but must have text or a number. "
