@@ -60,11 +60,11 @@ def train(
 
     changes = tuple(overrides or ())
     if parent:
-        from pipelinerl_core.tools.branch import branch
+        from pipelinerl_core.tools.start_from import start_from
 
         if "=" in source:
             source, changes = "", (source, *changes)
-        source, changes = branch(parent, source, changes, root)
+        source, changes = start_from(parent, source, changes, root)
     elif not source:
         raise ConfigError("train: name a preset or a TOML file, or a run with --from")
     job = new_job(source, changes, root)

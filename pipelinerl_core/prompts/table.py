@@ -164,7 +164,6 @@ class Rows:
             if _is_conversation(value) and (len(value) == 1 or not key.startswith("prompts.template")):
                 return "\n\n".join(message["content"] for message in value)
             roles = [message["role"] for message in value]
-            roles = [message["role"] for message in value]
             raise ConfigError(
                 f"{setting}: row {row} of {origin} has messages of {roles}, but must have texts of user and "
                 "assistant in turn, the last of the user, after a message of the system or without it; in "

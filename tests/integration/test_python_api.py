@@ -16,7 +16,7 @@ from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.local_files import parent_of
 from pipelinerl_core.run.records import RUN_KEY
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.tools.branch import branch
+from pipelinerl_core.tools.start_from import start_from
 from pipelinerl_core.weights.files import serialize
 
 pytestmark = pytest.mark.slow
@@ -62,8 +62,8 @@ def test_the_notebook_trains_reads_and_exports_a_run(shown):
 
 def test_another_run_starts_from_the_weights_and_the_configuration(shown, monkeypatch, tmp_path):
     run = shown[0]["run"]
-    monkeypatch.setattr("pipelinerl_core.tools.branch.cache_directory", lambda: tmp_path)
-    source, overrides = branch(f"{run.url}@12", "", ["learner.lr=1e-6"], "")
+    monkeypatch.setattr("pipelinerl_core.tools.start_from.cache_directory", lambda: tmp_path)
+    source, overrides = start_from(f"{run.url}@12", "", ["learner.lr=1e-6"], "")
     config = load_config(source, overrides)
     assert config.model.path == str(tmp_path / "branches" / f"{run.id}-12" / "model")
     assert config.learner.lr == 1e-6
@@ -71,10 +71,10 @@ def test_another_run_starts_from_the_weights_and_the_configuration(shown, monkey
     assert parent_of(config) == f"{run.id}@12"
     assert parent_of(run.config) == ""
     before = (Path(config.model.path) / "model.safetensors").stat().st_mtime_ns
-    assert branch(run.url, "quickstart", [], "") == ("quickstart", (f"model.path={config.model.path}",))
+    assert start_from(run.url, "quickstart", [], "") == ("quickstart", (f"model.path={config.model.path}",))
     assert (Path(config.model.path) / "model.safetensors").stat().st_mtime_ns == before
     with pytest.raises(ConfigError, match="--version 13: no such step"):
-        branch(f"{run.url}@13", "", [], "")
+        start_from(f"{run.url}@13", "", [], "")
 
 
 def test_a_step_that_was_not_stored_is_exported_with_the_weights_of_the_run(shown, tmp_path):

@@ -17,7 +17,7 @@ from pipelinerl_core.tools.export import export
 _PARENT = re.compile(r"(.+?)(?:@(first|last|\d+))?", re.DOTALL)
 
 
-def branch(parent: str, source: str, overrides: Sequence[str], root: str) -> tuple[str, tuple[str, ...]]:
+def start_from(parent: str, source: str, overrides: Sequence[str], root: str) -> tuple[str, tuple[str, ...]]:
     """The preset or TOML file, and the overrides, of a run that starts from a version of another run.
 
     parent: RUN or RUN@VERSION, as `export` takes them. source: a preset or TOML file; empty: the configuration of the
