@@ -337,6 +337,15 @@ class Rollout:
         return len(self.turn_spans) or 1
 
     @property
+    def num_opening_tokens(self) -> int:
+        """Given tokens with which branches begin; they do not count for rollouts.max_tokens."""
+        firsts = [turn.start for turn in self.turn_spans]
+        return sum(
+            min((first for first in firsts if first >= start), default=end) - start
+            for start, end in self.contexts[1:]
+        )
+
+    @property
     def contexts(self) -> list[tuple[int, int]]:
         """[start, end) in the completion of each context; the first context begins with the prompt."""
         edges = (0, *self.branch_starts, self.num_tokens)

@@ -34,6 +34,7 @@ def play(
     - `pipelinerl play mine.toml --answers turns.jsonl --json`
     """
     import asyncio
+    import signal
     import sys
 
     from pipelinerl.flows.cli.console import answer, say
@@ -48,6 +49,7 @@ def play(
             return next(turns, None)
         sys.stderr.write("you are the model> ")
         sys.stderr.flush()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # asyncio's waits for the end of the line
         line = sys.stdin.readline()
         return line.removesuffix("\n") if line else None
 

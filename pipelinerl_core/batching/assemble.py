@@ -151,7 +151,7 @@ def _rewards(group: Sequence[Rollout], config: RunConfig) -> list[float]:
     own = _part(group, config)
     limits = {"max_tokens": own.rollouts.max_tokens, "overlong_tokens": own.reward.overlong_tokens}
     return [
-        rollout.reward + overlong_penalty(rollout.num_tokens, **limits)
+        rollout.reward + overlong_penalty(rollout.num_tokens - rollout.num_opening_tokens, **limits)
         for rollout in group
         if rollout.reward is not None
     ]

@@ -24,7 +24,7 @@ RESUMABLE = (
     "trainer.pack_tokens",
     "trainer.collective_seconds",
     "trainer.rescore_",
-    "learner.decay_steps",
+    "learner.decay_steps",  # only by a resume with another trainer.steps
     "learner.kind",
     "learner.zero_stage",
     "learner.offload",
@@ -34,6 +34,8 @@ RESUMABLE = (
     "placement.",
 )
 """Prefixes of the keys that a resume may change: they choose the length and the hardware of a run, not its steps."""
+_SET_BY_RESUME = "learner.decay_steps"
+"""Not by the user: a resume with more steps sets it (run/jobs.py)."""
 _SYNONYMS = {
     "prompts.data": "prompts.path",
     "prompts.dataset": "prompts.path",
@@ -87,7 +89,7 @@ def resume_values(config: RunConfig, overrides: typing.Sequence[str]) -> dict[st
 
 
 def _resumable_text() -> str:
-    return ", ".join(f"{key}*" if key.endswith(".") else key for key in RESUMABLE)
+    return ", ".join(f"{key}*" if key.endswith(".") else key for key in RESUMABLE if key != _SET_BY_RESUME)
 
 
 def validate(values: typing.Mapping[str, Any]) -> RunConfig:

@@ -335,7 +335,8 @@ def _reward_problem(config: Settings) -> str | None:
             )
         return _weights_of_reward_problem(config)
     place, _, names = reward.function.rpartition(":")
-    if not all(_names_object(f"{place}:{name}") for name in names.split(",")):
+    functions = names.split(",")
+    if len(set(functions)) < len(functions) or not all(_names_object(f"{place}:{name}") for name in functions):
         return (
             f"reward.function={reward.function}: names no function. Write FILE.py:FUNCTION, for example "
             "my_rewards.py:score, or package.module:FUNCTION"
@@ -393,6 +394,12 @@ def _environment_problem(config: Settings) -> str | None:
 
 
 def _learner_problem(config: Settings) -> str | None:
+    learner, steps = config.learner, config.trainer.steps
+    if learner.final_lr_share == 0 and 0 < learner.decay_steps < steps:
+        return (
+            f"learner.final_lr_share=0: the learning rate is 0 after step {learner.decay_steps}, but trainer.steps="
+            f"{steps}. Set learner.final_lr_share above 0"
+        )
     learner = config.learner
     if learner.splits_state and not learner.zero_stage and config.model.dtype == "bfloat16":
         return (

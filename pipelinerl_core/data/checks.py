@@ -6,6 +6,7 @@ Shapes: G = groups, R = rows, T = completion tokens of all rows, S = spans of al
 """
 
 import itertools
+import json
 import re
 import reprlib
 from collections.abc import Sequence
@@ -23,6 +24,9 @@ from pipelinerl_core.types import BoolArray, FinishReason, GroupRef, Outcome
 
 MAX_TOKENS_PER_ROW = 1 << 24
 """Limit of prompt or completion tokens of one rollout. Larger than for any model: bounds messages of faulty peers."""
+
+MAX_TASK_CHARS = 1 << 20
+"""Limit of a task: bounds what a faulty peer sends."""
 
 _SAME_IN_GROUP = ("run_id", "group_id", "attempt", "lease_id", "prompt_id", "actor", "group_size")
 _REALS = ("started_at", "finished_at", "scored_at", "temperature", "top_p")
@@ -133,6 +137,7 @@ def _check_rows(batch: pa.RecordBatch, max_tokens_per_row: int) -> _Columns:
         rule = f"is {{}}; numbers from 0 to {MAX_SECONDS:g}"
         _require((real_R >= 0) & (real_R <= MAX_SECONDS), name, rule, real_R)
     _check_results(columns)
+    _check_tasks(columns["task"])
     return columns
 
 
@@ -283,6 +288,19 @@ def _check_results(columns: _Columns) -> None:
     _require(is_right_R, "reward", rule, word_R["outcome"], has_reward_R)
     is_right_R = ~has_reward_R | (np.abs(reward_R) <= MAX_REWARD)
     _require(is_right_R, "reward", f"{{}} is not a finite number within {MAX_REWARD:g} of 0", reward_R)
+
+
+def _check_tasks(column: pa.Array) -> None:
+    is_right = {text: _is_task(text) for text in set(column.to_pylist())}
+    is_right_R = np.array([is_right[text] for text in column.to_pylist()], np.bool_)
+    _require(is_right_R, "task", f"is no JSON object of at most {MAX_TASK_CHARS} characters")
+
+
+def _is_task(text: str) -> bool:
+    try:
+        return len(text) <= MAX_TASK_CHARS and isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 # ---- rules of each group ----

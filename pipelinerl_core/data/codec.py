@@ -133,8 +133,8 @@ def row_bytes(batch: pa.RecordBatch) -> int:
         offsets = batch.column(index).offsets.to_numpy()
         num_bytes += math.ceil(int(offsets[-1] - offsets[0]) * token_bytes)
     tasks = batch.column(_TASK)
-    first, *_, last = np.frombuffer(tasks.buffers()[1], np.int32)[tasks.offset : tasks.offset + len(tasks) + 1]
-    return int(num_bytes + last - first)
+    offsets = np.frombuffer(tasks.buffers()[1], np.int32)[tasks.offset : tasks.offset + len(tasks) + 1]
+    return int(num_bytes + offsets[-1] - offsets[0]) if len(tasks) else num_bytes
 
 
 def flat_structs(column: pa.ListArray) -> tuple[NDArray[Any], list[NDArray[Any]]]:

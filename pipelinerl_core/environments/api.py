@@ -123,8 +123,10 @@ class Ask:
         if reply is None:
             self._is_spent = True
             raise BudgetSpent
-        *_, digest = _digests([*history, json_text(reply.message)])
-        self._turns[digest] = self.num_turns
+        digests = Digests()
+        for message in (*history, json_text(reply.message)):
+            digests.add(message)
+        self._turns[digests.digest] = self.num_turns
         self.num_turns += 1
         return reply
 
@@ -164,9 +166,10 @@ class Ask:
 
     def _new_messages(self, history: list[str]) -> tuple[list[str], int]:
         """The messages after the longest known history that the given one continues, and its last turn, or -1."""
-        num_known, after = 0, -1
-        for num, digest in enumerate(_digests(history), 1):
-            if digest in self._turns:
+        num_known, after, digests = 0, -1, Digests()
+        for num, message in enumerate(history, 1):
+            digests.add(message)
+            if (digest := digests.digest) in self._turns:
                 num_known, after = num, self._turns[digest]
         if num_known == len(history):
             raise self._misused("ask was called without a new message")
@@ -187,12 +190,20 @@ class Ask:
         return AskError(reason)
 
 
-def _digests(history: Sequence[str]) -> Iterator[bytes]:
-    """The digest of the first message, of the first two, and so on."""
-    digest = hashlib.sha256()
-    for message in history:
-        digest.update(f"{len(message)}:{message}".encode())
-        yield digest.digest()
+class Digests:
+    """The digest of the messages so far, each as JSON."""
+
+    def __init__(self) -> None:
+        self._sha256 = hashlib.sha256()
+
+    def add(self, message: str) -> None:
+        """Append a message."""
+        self._sha256.update(f"{len(message)}:{message}".encode())
+
+    @property
+    def digest(self) -> bytes:
+        """Of the messages so far."""
+        return self._sha256.digest()
 
 
 def json_text(value: Any) -> str:

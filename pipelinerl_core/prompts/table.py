@@ -133,9 +133,9 @@ class Rows:
         return "".join(literal + ("" if column is None else next(left)) for literal, column in self._template)
 
     def _messages(self, record: Record) -> tuple[dict[str, Any], ...]:
-        """The messages of the prompt's column, if there are several; without a template."""
+        """The messages of the prompt's column, if it has messages; without a template."""
         value = _value(record, self._template[0][1] or "") if len(self._template) == 1 else None
-        return tuple(value) if isinstance(value, list) and len(value) > 1 else ()
+        return tuple(value) if isinstance(value, list) else ()
 
     def _answer(self, row: int, record: Record) -> Any:
         """The answer as text, or, for code of the user, a list or object as it is; None: there is none."""

@@ -67,7 +67,7 @@ class ChatTurns:
         with _one_line():
             _require_texts(messages)
             if self._chat_template:
-                plain = self._special.as_text(messages)
+                plain = self._special.as_text([_without_written_calls(message) for message in messages])
                 rendered = conversation_text(self._tokenizer, plain, self._plain_tools(tools), self._system)
                 ids = self._special.encode(rendered)
                 self._has_system |= plain[0].get("role") == "system"
@@ -228,6 +228,17 @@ def _contents(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
     if tools:
         raise EnvironmentFailed("model.chat_template=false ignores tools; describe the tools in a message")
     return "".join(message["content"] for message in messages)
+
+
+def _without_written_calls(message: Message) -> Message:
+    """A turn of the model with its calls once: `Reply.message` has them in the text too, and templates write both."""
+    if message.get("role") != "assistant" or not message.get("tool_calls"):
+        return message
+    written = read_reply(str(message.get("content") or ""), FinishReason.STOP, 0)
+    if not written.tool_calls:
+        return message
+    reasoning = {"reasoning_content": written.reasoning} if written.reasoning else {}
+    return {**message, "content": written.content, **reasoning}
 
 
 def _require_texts(messages: Messages) -> None:

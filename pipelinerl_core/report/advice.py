@@ -114,12 +114,14 @@ def quarantine_advice(commits: Sequence[Commit]) -> str:
 def unmoved_advice(commits: Sequence[Commit], config: Mapping[str, Any]) -> str:
     """That the policy is still that of version 0, and the key to change; empty if it has moved or is not measured."""
     measured = [(commit.step, commit.metrics[_KL_START]) for commit in commits if _KL_START in commit.metrics]
-    if not measured or measured[-1][0] < _UNMOVED_STEPS or measured[-1][1] > _UNMOVED:
+    learner = config.get("learner", {})
+    least = _UNMOVED_STEPS + int(learner.get("warmup_steps", 0))
+    if not measured or measured[-1][0] < least or measured[-1][1] > _UNMOVED:
         return ""
     step, divergence = measured[-1]
     return (
         f"The policy has not moved: after {step} steps its divergence from version 0 is {divergence:.1g} nats per "
-        f"token ({_KL_START}). Set learner.lr higher (now {config.get('learner', {}).get('lr', '?')})."
+        f"token ({_KL_START}). Set learner.lr higher (now {learner.get('lr', '?')})."
     )
 
 

@@ -75,7 +75,9 @@ def _batch(store: ObjectStore, commit: Commit) -> list[TrainedRollout]:
 def _extremes(rows: Sequence[TrainedRollout]) -> dict[str, TrainedRollout]:
     """The best rollout, the worst, and a rollout of a group whose rewards are all equal, where there are such."""
     scored = [row for row in rows if row.reward is not None]
-    rewards = {row.group_id: {other.reward for other in scored if other.group_id == row.group_id} for row in scored}
+    rewards: dict[int, set[float | None]] = {}
+    for row in scored:
+        rewards.setdefault(row.group_id, set()).add(row.reward)
     equal = [row for row in scored if len(rewards[row.group_id]) == 1]
     shown = {"A group with equal rewards, which trains nothing": equal[0]} if equal else {}
     if len({row.reward for row in scored}) > 1:
@@ -146,11 +148,13 @@ def held_out_section(facts: RunFacts) -> str:
     return f"<p>{_choice(shown, *(record.samples for record in columns))}</p>" + f'<div class="pair">{cells}</div>'
 
 
-def _gains(before: Samples, after: Samples = ()) -> list[float]:
-    """Change of the reward of each prompt that both evaluations show; a missing reward counts 0."""
-    is_same = [earlier.get("prompt") == later.get("prompt") for earlier, later in zip(before, after, strict=False)]
-    rewards = [[float(sample.get("reward") or 0.0) for sample in each] for each in (before, after)]
-    return [later - earlier for earlier, later, same in zip(*rewards, is_same, strict=False) if same]
+def _gains(before: Samples, after: Samples = ()) -> dict[int, float]:
+    """Index -> change of the reward, of each prompt that both evaluations show; a missing reward counts 0."""
+    return {
+        index: float(later.get("reward") or 0.0) - float(earlier.get("reward") or 0.0)
+        for index, (earlier, later) in enumerate(zip(before, after, strict=False))
+        if earlier.get("prompt") == later.get("prompt")
+    }
 
 
 def _telling(before: Samples, after: Samples = ()) -> dict[int, str]:
@@ -164,7 +168,7 @@ def _telling(before: Samples, after: Samples = ()) -> dict[int, str]:
         places = [order[0], order[-1], order[len(order) // 2]]
         notes = ["the best", "the worst", ""] if rewards[order[0]] > rewards[order[-1]] else ["", "", ""]
         return dict(zip(reversed(places), reversed(notes), strict=True))
-    order = sorted(range(len(gains)), key=lambda index: -gains[index])
+    order = sorted(gains, key=lambda index: -gains[index])
     same = sorted(
         (index for index in order if gains[index] == 0), key=lambda index: float(after[index].get("reward") or 0.0)
     )
@@ -180,7 +184,7 @@ def _choice(shown: Collection[int], before: Samples, after: Samples = ()) -> str
     gains = _gains(before, after)
     if not gains:
         return f"{len(shown)} of {len(before)} recorded prompts."
-    better, worse = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
+    better, worse = (sum(sign * gain > 0 for gain in gains.values()) for sign in (1, -1))
     changes = f"of {len(gains)} recorded prompts the reward of {better} rose and of {worse} fell"
     return f"Chosen by the change of the reward: {changes}."
 

@@ -98,9 +98,8 @@ def _parameters(prompt: Prompt, completion: Completion | None) -> dict[str, Any]
         completed: dict[str, Any] = {"token_ids": [], "finish_reason": FinishReason.STOP}
     else:
         completed = {"token_ids": completion.token_ids.tolist(), "finish_reason": completion.finish_reason}
-    messages = prompt.task.get("prompt")
-    if isinstance(messages, list):
-        completed[PROMPT_MESSAGES] = messages
+    if prompt.messages:
+        completed[PROMPT_MESSAGES] = list(prompt.messages)
     return {**prompt.task, "prompt": prompt.text, **completed}
 
 

@@ -442,8 +442,12 @@ class EpisodePlayer:
 
 
 def task_of(config: RunConfig, prompt: Prompt) -> Mapping[str, Any]:
-    """What an environment gets: the position of a task of its own, or the row of a prompt with the prompt's text."""
-    return prompt.task if config.prompts.from_environment else {**prompt.task, "prompt": prompt.text}
+    """What an environment gets: the position of a task of its own, or the row of a prompt with the prompt's text,
+    and the conversation of a prompt as `messages`."""
+    if config.prompts.from_environment:
+        return prompt.task
+    messages = {"messages": list(prompt.messages)} if prompt.messages else {}
+    return {**messages, **prompt.task, "prompt": prompt.text}
 
 
 def first_tokens(

@@ -7,6 +7,7 @@ from typing import Any
 MAX_VALUE_CHARS = 1000
 """Longest value of a column, as JSON; longer values are cut."""
 MAX_COLUMNS = 100
+MAX_NAME_CHARS = 100
 
 
 def task_text(task: Any) -> str:
@@ -16,7 +17,7 @@ def task_text(task: Any) -> str:
     after the first MAX_COLUMNS are left out.
     """
     columns = task if isinstance(task, Mapping) else {"task": task}
-    return _json({str(name): _bounded(value) for name, value in list(columns.items())[:MAX_COLUMNS]})
+    return _json({str(name)[:MAX_NAME_CHARS]: _bounded(value) for name, value in list(columns.items())[:MAX_COLUMNS]})
 
 
 def task_columns(text: str) -> dict[str, Any]:
@@ -34,9 +35,13 @@ def answer_text(task: Mapping[str, Any]) -> str:
 def _bounded(value: Any) -> Any:
     if isinstance(value, str):
         return value if len(value) <= MAX_VALUE_CHARS else f"{value[:MAX_VALUE_CHARS]} ..."
-    text = _json(value)
+    try:
+        text = _json(value)
+    except (TypeError, ValueError, RecursionError):  # an object of Python that is no JSON
+        return f"{type(value).__name__} that is no JSON"
     return value if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]} ..."
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text.encode(errors="replace").decode()  # without halves of surrogate pairs

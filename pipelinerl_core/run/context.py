@@ -100,7 +100,7 @@ def planned_steps(store: ObjectStore, record: RunRecord) -> int:
     for override in resume_overrides(store):
         key, _, value = override.partition("=")
         steps = value if key == "trainer.steps" else steps
-    return int(steps)
+    return int(float(steps))
 
 
 def note_resume(store: ObjectStore, overrides: Sequence[str]) -> None:

@@ -57,17 +57,18 @@ def _with_decay(config: RunConfig, overrides: Sequence[str], committed: int) -> 
     their learning rates. Raises ConfigError for steps that the run cannot have."""
     if any(override.startswith("learner.decay_steps") for override in overrides):
         raise ConfigError("learner.decay_steps: a resume cannot change the decay. Start a new run with --from")
-    steps = resume_config(config, overrides).trainer.steps
-    if steps == config.trainer.steps or not committed:
+    steps = _steps(config, overrides)
+    if steps is None:
         return tuple(overrides)
     if steps < committed:
         raise ConfigError(f"trainer.steps={steps}: step {committed} is committed already. Set at least {committed}")
-    learner = config.learner
-    if learner.final_lr_share == 1 or learner.decay_steps:
-        return tuple(overrides)
-    if learner.final_lr_share == 0:
-        raise ConfigError(
-            f"trainer.steps={steps}: with learner.final_lr_share=0 the learning rate is 0 after step "
-            f"{config.trainer.steps}. Start a new run with `pipelinerl train --from`"
-        )
-    return (*overrides, f"learner.decay_steps={config.trainer.steps}")
+    others = [override for override in overrides if override.partition("=")[0] != "trainer.steps"]
+    is_kept = config.learner.final_lr_share == 1 or config.learner.decay_steps or not committed
+    decay = () if is_kept or steps == config.trainer.steps else (f"learner.decay_steps={config.trainer.steps}",)
+    return (*others, f"trainer.steps={steps}", *decay)
+
+
+def _steps(config: RunConfig, overrides: Sequence[str]) -> int | None:
+    """trainer.steps as the overrides set it, whatever the spelling; None if they do not."""
+    own = [override for override in overrides if override.partition("=")[0] == "trainer.steps"]
+    return resume_config(config, own).trainer.steps if own else None

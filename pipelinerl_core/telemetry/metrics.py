@@ -195,6 +195,8 @@ _DECLARED = (
     Metric("rollouts/error_fraction", "share", "errors over all rollouts of the step's groups",
            "Rollouts without a reward, which are not trained."),
     Metric("environment/turns", "turns", "mean over rollouts", "Turns of the model."),
+    Metric("environment/branches", "branches", "mean over rollouts",
+           "Histories that do not continue the previous call's (docs/agents.md)."),
     Metric("environment/given_fraction", "share", "mean over completion tokens",
            "Tokens of the environment, which carry no loss."),
     Metric("environment/timeout_fraction", "share", "mean over rollouts",
@@ -396,6 +398,7 @@ def _environment_metrics(rows: Sequence[TrainingRow]) -> dict[str, float | None]
     num_sampled = sum(int(row.rollout.loss_mask.sum()) for row in rows)
     return {
         "environment/turns": _mean(np.array([row.rollout.num_turns for row in rows])),
+        "environment/branches": _mean(np.array([len(row.rollout.branch_starts) for row in rows])),
         "environment/given_fraction": 1 - num_sampled / num_tokens,
         "environment/timeout_fraction": _mean(late),
     }

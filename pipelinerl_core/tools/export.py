@@ -10,7 +10,7 @@ from pipelinerl_core.errors import EXIT_CONFIG, ConfigError, DeadlineExceeded, P
 from pipelinerl_core.models.paths import resolve_model_path
 from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.records import EXPORT_ORIGIN, WEIGHTS_FILE, Commit
-from pipelinerl_core.run.versions import find_commit, is_durable
+from pipelinerl_core.run.versions import find_commit, is_durable, stored_versions
 from pipelinerl_core.supervision.role_commands import ending_with_parent, module_command, role_environment
 from pipelinerl_core.supervision.temporary_directories import own_temporary
 from pipelinerl_core.tools.model_card import write_card
@@ -68,7 +68,8 @@ def _write_model(run: RunContext, commit: Commit, file: Path) -> None:
     On failure, the directory of the file is removed. Raises ConfigError, DeadlineExceeded or PipelineRLError.
     """
     arguments = {"run": run.store.url, "version": str(commit.step), "file": str(file)}
-    seconds = _WRITE_SECONDS if is_durable(commit) else _REPLAY_SECONDS
+    is_stored = is_durable(commit) and commit.step in stored_versions(run.store)
+    seconds = _WRITE_SECONDS if is_stored else _REPLAY_SECONDS
     try:
         with own_temporary(role_environment(run.config.placement.threads, run.token)) as own:
             ended = subprocess.run(

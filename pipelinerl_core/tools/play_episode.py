@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ _FORM = 'a JSON string, or {"content": "...", "tool_calls": [{"name": "...", "ar
 def read_turns(file: str) -> list[str]:
     """The turns of a script, each as the model would write it. Raises ConfigError."""
     try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        lines = Path(file).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
     return [_turn(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
@@ -47,18 +48,21 @@ def _turn(line: str, where: str) -> str:
 class ScriptedHost:
     """The actor's side of an episode (`interfaces.EpisodeHost`); `say` returns the next turn, or None for none."""
 
-    def __init__(self, say: Callable[[], str | None], show: Callable[[str], None], max_turns: int) -> None:
-        """show: called with each line about the episode."""
+    def __init__(self, say: Callable[[], str | None], show: Callable[[str], None], config: RunConfig) -> None:
+        """show: called with each line about the episode. config: its limits of turns and branches count."""
         self.once: dict[str, Any] = {}
         self.turns: list[dict[str, Any]] = []
         """Messages before each turn, `after`, and the turn's text."""
-        self._say, self._show, self._max_turns = say, show, max_turns
+        self._say, self._show = say, show
+        self._environment, self._max_tokens = config.environment, config.rollouts.max_tokens
+        self._num_branches = 0
         self._is_task_shown = False
 
     async def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], after: int) -> Reply | None:
         """See `interfaces.EpisodeHost`."""
         turn = len(self.turns)
         if turn and after != turn - 1:
+            self._num_branches += 1
             self._show("-- a branch: " + ("a history of its own" if after < 0 else f"continues turn {after}"))
         if tools:
             self._show(f"tools: {', '.join(str(tool.get('function', tool).get('name')) for tool in tools)}")
@@ -66,11 +70,13 @@ class ScriptedHost:
             self._show(f"{message['role']}: {message.get('content') or ''}")
             for call in message.get("tool_calls") or ():
                 self._show(f"  calls {json.dumps(call, ensure_ascii=False)}")
-        text = self._say() if turn < self._max_turns else None
+        limits = self._environment
+        is_over = turn >= limits.max_turns or self._num_branches > limits.max_branches
+        text = None if is_over else self._say()
         if text is None:
-            self._show("-- no turn is left")
+            self._show("-- no turn or branch is left")
             return None
-        reply = read_reply(text, FinishReason.STOP, len(text))
+        reply = replace(read_reply(text, FinishReason.STOP, len(text)), tokens_left=self._max_tokens)
         self._show(f"turn {turn}: {reply.content}")
         for call in reply.tool_calls:
             self._show(f"  calls {call.name}({json.dumps(dict(call.arguments), ensure_ascii=False)})")
@@ -103,7 +109,7 @@ async def play(
     prompt = build_source(config).prompt(index)
     scorer = build_scorer(config, code=code) if config.environment.is_judged else None
     environments = build_environments(config, code, scorer)
-    host = ScriptedHost(say, show, config.environment.max_turns)
+    host = ScriptedHost(say, show, config)
     try:
         if not config.prompts.from_environment:
             host.describe(prompt.task)

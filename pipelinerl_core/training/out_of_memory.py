@@ -52,6 +52,11 @@ def _remedies(config: RunConfig, longest: int) -> list[str]:
         remedies.append(
             f"rollouts.max_tokens below {max_tokens} (a sequence longer than trainer.pack_tokens is one pack)"
         )
+        if config.environment.path and longest > config.rollouts.max_prompt_tokens + max_tokens:
+            remedies.append(
+                f"environment.max_branches below {config.environment.max_branches} (the branches of a rollout are in "
+                "one pack)"
+            )
     elif longest:
         remedies.append(f"trainer.pack_tokens below {pack_tokens}")
     if longest and not config.checkpoints_activations("cuda"):

@@ -31,7 +31,7 @@ from pipelinerl_core.environments.agents.http import (
     answer,
     event_stream,
 )
-from pipelinerl_core.environments.api import Ask, AskError, BudgetSpent, Reply, json_text
+from pipelinerl_core.environments.api import Ask, AskError, BudgetSpent, Digests, Reply, json_text
 from pipelinerl_core.sandbox.user_code import Invalid, checked_components
 
 MODEL = "policy"
@@ -55,8 +55,6 @@ class _Turn:
 class _Given:
     """A turn as the program got it, and as `ask` expects it."""
 
-    position: int
-    """Position of the turn in the history."""
     wire: Mapping[str, Any]
     message: Mapping[str, Any]
 
@@ -78,7 +76,9 @@ class Endpoint:
         """Raises the first error of `ask` that ends the episode."""
         self._ask = ask
         self._turns: list[_Turn] = []
-        self._given: list[_Given] = []
+        self._given: dict[bytes, list[_Given]] = {}
+        """Digest of a history -> the turns that the endpoint has answered to it."""
+        self._num_answers = 0
         self._connections: set[asyncio.Task[None]] = set()
         self._room = Room()
         self._server: asyncio.Server | None = None
@@ -195,7 +195,7 @@ class Endpoint:
                 tools = []
             if not _are_objects(tools):
                 raise BadRequest("tools is no list of objects")
-            _check_json(history, tools)
+            _check_json(tools)
             is_early = bool(self._turns) and not self._turns[-1].asking.done()
             # A task of its own: the turn goes on if the program drops the connection.
             asking = asyncio.create_task(self._asked(history, tools, is_early=is_early))
@@ -204,7 +204,10 @@ class Endpoint:
         try:
             completion = await asyncio.shield(turn.asking)
         except BudgetSpent:
-            reason = "the episode has used up its tokens or turns (rollouts.max_tokens, environment.max_turns)"
+            reason = (
+                "the episode has used up its tokens, turns or branches (rollouts.max_tokens, environment.max_turns, "
+                "environment.max_branches)"
+            )
             raise BadRequest(reason, 400, "context_length_exceeded") from None
         except AskError as error:
             raise BadRequest(str(error)) from None
@@ -222,15 +225,19 @@ class Endpoint:
     # ---- turns ---------------------------------------------------------------------------------------------------
 
     def _history(self, messages: Any) -> list[Mapping[str, Any]]:
-        """The messages for `ask`: plain texts, and known turns as `ask` has given them."""
+        """The messages for `ask`: plain texts, and turns that the endpoint has answered after these very messages as
+        `ask` has given them."""
         if not isinstance(messages, list) or not messages:
             raise BadRequest("messages is no list of messages")
         history: list[Mapping[str, Any]] = [_plain(message) for message in messages]
+        _check_json(history)
+        digests = Digests()
         for position, message in enumerate(history):
             if message["role"] == "assistant":
-                turns = [given for given in self._given if _is_turn(message, given.wire)]
-                turns.sort(key=lambda given: given.position == position)  # compacted histories have turns elsewhere
-                history[position] = turns[-1].message if turns else message
+                turns = self._given.get(digests.digest, ())
+                given = next((given for given in turns if _is_turn(message, given.wire)), None)
+                history[position] = given.message if given else _with_parsed_arguments(message)
+            digests.add(json_text(history[position]))
         return history
 
     async def _asked(
@@ -248,9 +255,11 @@ class Endpoint:
             if not self.failed.done():
                 self.failed.set_exception(error)
             raise
-        number = len(self._given)
-        wire = _wire(reply, number)
-        self._given.append(_Given(len(history), wire, reply.message))
+        number, self._num_answers = self._num_answers, self._num_answers + 1
+        wire, digests = _wire(reply, number), Digests()
+        for message in history:
+            digests.add(json_text(message))
+        self._given.setdefault(digests.digest, []).append(_Given(wire, reply.message))
         self.answer = reply.content
         return _completion(reply, wire, number)
 
@@ -315,6 +324,21 @@ def _plain(message: Any) -> dict[str, Any]:
     if plain["role"] == "developer":
         plain["role"] = "system"
     return plain
+
+
+def _with_parsed_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A turn of the program's own, with the arguments of its calls as chat templates expect them: objects."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function")
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        with suppress(ValueError, RecursionError):
+            if isinstance(arguments, str):
+                call = {**call, "function": {**function, "arguments": json.loads(arguments)}}
+        calls.append(call)
+    return {**message, "content": message.get("content", ""), "tool_calls": calls}
 
 
 def _is_turn(message: Mapping[str, Any], wire: Mapping[str, Any]) -> bool:

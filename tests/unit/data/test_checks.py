@@ -1,5 +1,6 @@
 """Which rows the admission accepts, how it refuses the others, and the summary of rows that the ledger receives."""
 
+import json
 import math
 from collections import Counter
 from contextlib import nullcontext
@@ -130,6 +131,8 @@ def is_sound_row(row) -> bool:
             rewards is None
             or (len(rewards) == len(turns or ()) > 1 and all(abs(reward) <= 1e9 for reward in rewards))
         )
+        and are_branches(row["branch_starts"] or (), mask)
+        and is_task(row["task"])
         and all(count > 0 for count in counts)
         and sum(counts) <= length
         and all(0 <= time <= 1e11 for time in times)
@@ -140,6 +143,18 @@ def is_sound_row(row) -> bool:
         and (row["reward"] is None) == (row["outcome"] == "error")
         and (row["reward"] is None or abs(row["reward"]) <= 1e9)
     )
+
+
+def are_branches(starts, mask):
+    before = [0, *starts]
+    return all(last < start < len(mask) and not mask[start] for last, start in zip(before, starts, strict=False))
+
+
+def is_task(text):
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
 
 
 def in_a_turn(turns):
@@ -164,7 +179,7 @@ EDGES = {
     "int": st.sampled_from([-(1 << 31), -1, 0, 1, 2, 5, 11, 12, 13, (1 << 31) - 1]),
     "double": st.sampled_from([math.nan, -math.inf, -1e-30, -0.0, 0.5, 1e6, 1.1e6, 1e9, 1.1e9, 1e11, 1.1e11]),
     "bool": st.booleans(),
-    "string": st.sampled_from(["", "run", "scored", "error", "stop", "actor-1"]),
+    "string": st.sampled_from(["", "run", "scored", "error", "stop", "actor-1", "{}", "[]"]),
 }
 EDGES |= {"int32": EDGES["int"], "int64": EDGES["int"] | st.just(1 << 31), "float": EDGES["double"]}
 
@@ -219,6 +234,8 @@ FAULTS = {
     "run_id": (["run"] * 5 + ["other"], "row 5: run_id is 'other' after 'run'; the column differs within one group"),
     "group_id": ([1, 1, 1, 2, 2, 3], "row 5: group_id is 3 after 2"),
     "attempt": ([0, 0, 0, 0, 1, 0], "row 4: attempt is 1 after 0"),
+    "task": (["{}"] * 5 + ["[]"], "row 5: task is no JSON object"),
+    "branch_starts": ([None] * 5 + [[3]], "row 5: branch_starts has 3, where loss_mask is true"),
     "actor": (["actor-0"] * 5 + ["actor-1"], "row 5: actor is 'actor-1' after 'actor-0'"),
     "lease_id": (["a", "a", "b", "c", "c", "c"], "row 2: lease_id is 'b' after 'a'"),
     "prompt_id": (["a", "a", "a", "c", "c", "d"], "row 5: prompt_id is 'd' after 'c'"),

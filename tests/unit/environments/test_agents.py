@@ -182,6 +182,36 @@ reward(1)
     assert episode.result.score == 1
 
 
+def test_a_turn_with_the_text_of_another_turn_stays_what_it_is(tmp_path):
+    code = """
+shown = [user("is 2 even?"), {"role": "assistant", "content": "yes"}, user("is 4 even?")]
+first = message(chat(shown))
+second = message(chat([*shown, first, user("sure?")]))
+agent = message(chat([user("an agent's question")]))
+chat([*shown, first, user("sure?"), second, user("really?")])
+chat([user("in short"), agent, user("go on")])
+reward(1)
+"""
+    replies = [Reply(text=f"<think>r{number}</think>yes", content="yes", num_tokens=1) for number in range(5)]
+    episode = played(tmp_path, code, *replies)
+    assert episode.host.followed == [-1, 0, -1, 1, -1]
+    assert [message["content"] for message in episode.host.asked[0][0]] == ["is 2 even?", "yes", "is 4 even?"]
+    assert [message["content"] for message in episode.host.asked[4][0]] == ["in short", "yes", "go on"]
+
+
+def test_calls_in_a_compacted_history_are_objects(tmp_path):
+    code = """
+tool = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
+start = [user("a"), {"role": "assistant", "content": None, "tool_calls": [tool]}]
+chat([*start, {"role": "tool", "tool_call_id": "call00000", "content": "3"}])
+reward(1)
+"""
+    episode = played(tmp_path, code, "one")
+    turn = episode.host.asked[0][0][1]
+    assert turn["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert turn["content"] == ""
+
+
 def test_a_stream_has_the_turn_and_its_usage(tmp_path):
     code = """
 body = {"messages": [user("a")], "stream": True, "stream_options": {"include_usage": True}}

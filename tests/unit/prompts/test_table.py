@@ -339,7 +339,7 @@ def test_a_conversation_is_a_prompt(tmp_path, start):
     )
     source = build_source(config)
     prompts = {prompt.task["answer"]: prompt for prompt in (source.prompt(0), *source.held_out(1))}
-    assert prompts["4"].messages == (tuple(talk) if len(talk) > 1 else ())
+    assert prompts["4"].messages == tuple(talk)
     assert prompts["4"].text == "\n\n".join(message["content"] for message in talk)
     assert prompts["5"].messages == ()
 

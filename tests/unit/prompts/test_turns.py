@@ -517,3 +517,15 @@ def counting(work, apply):
         return apply(self, messages, **options)
 
     return counted
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
+def test_a_turn_of_the_model_in_a_first_history_has_its_calls_once(name):
+    call = {"name": "look", "arguments": {"at": 1}}
+    text = f"<think>why</think>I look.\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    turn = {"role": "assistant", "content": text, "tool_calls": [{"type": "function", "function": call}]}
+    messages = [user("1"), turn, {"role": "tool", "content": "2"}]
+    tokenizer = tokenizer_of(name)
+    written = tokenizer.decode(ChatTurns(tokenizer, chat_template=True).first(messages, [TOOL]))
+    assert written.count('"arguments": {"at": 1}') == 1
+    assert "I look." in written

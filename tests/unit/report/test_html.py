@@ -203,6 +203,18 @@ def test_improved_prompts_are_shown_first_with_at_least_one_other_and_the_page_c
     assert page.index("Roles over time") < page.index("Reward against wall clock")
 
 
+def test_prompts_that_differ_between_two_evaluations_have_no_label(store):
+    write_run(store, Shape(steps=3))
+    shown = {0: [("x", 1), ("a", 1), ("b", 0)], 3: [("y", 0), ("a", 0), ("b", 1)]}
+    for version, prompts in shown.items():
+        record = EvalRecord.model_validate_json(store.get(eval_key(version)))
+        samples = [{"prompt": prompt, "completion": "c", "reward": reward} for prompt, reward in prompts]
+        put_record(store, eval_key(version), record.model_copy(update={"samples": tuple(samples)}))
+    page = render_report(store, decode=decode)
+    labels = re.findall(r"\((rose|fell)\)</p>.*?<span class=.prompt.>(.)</span>", page)
+    assert labels == [("rose", "b"), ("fell", "a")] * 2
+
+
 def test_write_report_writes_the_three_objects_and_they_agree(store):
     write_run(store, Shape(steps=3))
     report = write_report(store, decode=decode)

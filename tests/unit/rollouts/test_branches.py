@@ -1,8 +1,10 @@
 """Episodes whose histories do not continue: each branch is a context of its own, exact to the token."""
 
 import asyncio
+import json
 import random
 from dataclasses import replace
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipelinerl_core.algo.shaping import overlong_penalty
+from pipelinerl_core.batching.assemble import _rewards
 from pipelinerl_core.batching.collate import PackBatcher, num_forward_tokens
 from pipelinerl_core.data.checks import check_groups
 from pipelinerl_core.data.codec import decode_batch, decode_rollouts, encode_batch, encode_rollouts
@@ -19,6 +23,7 @@ from pipelinerl_core.messages import Lease
 from pipelinerl_core.roles.trainer.rescoring import prefix
 from pipelinerl_core.rollouts.episode import EpisodePlayer
 from pipelinerl_core.rollouts.runner import GroupRunner
+from pipelinerl_core.rollouts.task_columns import task_text
 from pipelinerl_core.training.model import prepare_model
 from pipelinerl_core.training.policy import Policy
 from pipelinerl_core.types import Completion, Played, Score, TrainingRow
@@ -194,6 +199,44 @@ def test_the_scores_of_a_prefix_are_those_of_the_whole_rollout():
             mask = rollout.loss_mask[:num]
             logprobs_N = policy()(pack)[0].numpy()
             np.testing.assert_allclose(logprobs_N[mask], rollout.rollout_logprobs[:num][mask], atol=1e-4)
+
+
+def test_the_tokens_with_which_branches_begin_do_not_count_as_length():
+    (rollout,) = rollouts_of(Branching([0, -1, 0]), size=1)
+    first, second = rollout.branch_starts
+    starts = [turn.start for turn in rollout.turn_spans]
+    assert rollout.num_opening_tokens == (starts[2] - first) + (starts[3] - second)
+    limits = {"rollouts": SETTINGS.rollouts.model_copy(update={"max_tokens": 40}),
+              "reward": SETTINGS.reward.model_copy(update={"overlong_tokens": 10})}  # fmt: skip
+    alone = rollouts_of(Branching([0, 1, 2]), size=1)[0]
+    both = [replace(rollout, rollout_index=0), replace(alone, rollout_index=1)]
+    penalties = _rewards(both, SETTINGS.model_copy(update=limits))
+    lengths = [each.num_tokens - each.num_opening_tokens for each in both]
+    assert penalties == [1 + overlong_penalty(num, max_tokens=40, overlong_tokens=10) for num in lengths]
+
+
+@pytest.mark.parametrize("task", ["not json", "[1]", "1", "{" * 2000, f'{{"a": "{"x" * 2**20}"}}'])
+def test_a_task_that_is_no_object_is_refused(task):
+    rollouts = rollouts_of(Branching([0]), size=1)
+    with pytest.raises(SchemaMismatch, match="row 0: task is no JSON object"):
+        check_groups([group_ref(rollouts)], encode_rollouts("run", [replace(rollouts[0], task=task)]))
+
+
+@pytest.mark.parametrize(
+    ("task", "columns"),
+    [
+        ({"a": 1, "b": "x" * 5000, "c": list(range(900))}, {"a": 1, "b": ANY, "c": ANY}),
+        ([1, 2], {"task": [1, 2]}),
+        ({("a", 1): {("b",): 2}}, {"('a', 1)": "dict that is no JSON"}),
+        ({"k" * 500: float("nan"), "s": "\ud800"}, {"k" * 100: ANY, "s": "?"}),
+        ({str(number): number for number in range(300)}, ANY),
+    ],
+)
+def test_any_task_becomes_bounded_json(task, columns):
+    text = task_text(task)
+    assert json.loads(text) == columns
+    assert len(text) < 150_000
+    assert len(json.loads(text)) <= 100
 
 
 def test_without_branches_nothing_changes():

@@ -78,6 +78,14 @@ def test_steps_that_the_run_cannot_have_are_refused(tmp_path, url, override, say
         resume_job(url, [override], str(tmp_path))
 
 
+@pytest.mark.parametrize("value", ["20", "20.0", "2e1", "20 # more"])
+def test_a_number_of_steps_is_stored_as_a_number(tmp_path, url, value):
+    job = resume_job(url, [f"trainer.steps={value}"], str(tmp_path))
+    assert job.overrides == ("trainer.steps=20",)
+    note_resume(open_store(url), job.overrides)
+    assert planned_steps(open_store(url), open_run(url).record) == 20
+
+
 def test_more_steps_with_a_rate_of_0_are_refused(tmp_path):
     created = run_url(str(tmp_path), "zero")
     create_run(created, load_config("quickstart", ["learner.final_lr_share=0"]), flow_run_id="f", mlflow=None)
@@ -86,6 +94,7 @@ def test_more_steps_with_a_rate_of_0_are_refused(tmp_path):
     put_epoch(open_store(created), 1)
     with pytest.raises(ConfigError, match="the learning rate is 0 after step"):
         resume_job(created, ["trainer.steps=999"], str(tmp_path))
+    assert resume_job(created, ["trainer.steps=2"], str(tmp_path)).config.trainer.steps == 2
 
 
 @pytest.mark.parametrize("damaged", ["epochs/000001.json", "commits/00000002"])

@@ -62,7 +62,7 @@ def test_a_script_calls_a_tool_and_the_reward_is_the_environments(sorting, tmp_p
 
 def test_a_branch_is_shown_and_a_script_that_ends_is_a_budget_that_is_used_up(sorting):
     result, shown = played(sorting, "no call")
-    assert shown[-3:] == ["-- a branch: a history of its own", "user: in short", "-- no turn is left"]
+    assert shown[-3:] == ["-- a branch: a history of its own", "user: in short", "-- no turn or branch is left"]
     assert (result["cut"], result["reward"]) == (True, 0.0)
 
 
