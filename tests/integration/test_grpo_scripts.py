@@ -27,9 +27,12 @@ def model(tmp_path_factory):
     return str(directory)
 
 
+IN_CI = ("gsm8k", "verl")
+"""`make campaigns` has all: each takes half a minute."""
+
+
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in ("gsm8k", "verl") else [pytest.mark.campaign]) for name in SCRIPTS],
+    "name", [pytest.param(name, marks=[] if name in IN_CI else [pytest.mark.campaign]) for name in SCRIPTS]
 )
 def test_a_published_script_trains_with_other_trainer_lines(name, model, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
