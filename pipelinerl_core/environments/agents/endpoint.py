@@ -336,7 +336,9 @@ def _with_parsed_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
         arguments = function.get("arguments") if isinstance(function, dict) else None
         with suppress(ValueError, RecursionError):
             if isinstance(arguments, str):
-                call = {**call, "function": {**function, "arguments": json.loads(arguments)}}
+                parsed = json.loads(arguments)
+                json_text(parsed)  # raises ValueError for nan, which Python reads and JSON does not have
+                call = {**call, "function": {**function, "arguments": parsed}}
         calls.append(call)
     return {**message, "content": message.get("content", ""), "tool_calls": calls}
 

@@ -202,13 +202,15 @@ reward(1)
 def test_calls_in_a_compacted_history_are_objects(tmp_path):
     code = """
 tool = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
-start = [user("a"), {"role": "assistant", "content": None, "tool_calls": [tool]}]
+odd = {**tool, "function": {"name": "add", "arguments": '{"a":NaN}'}}
+start = [user("a"), {"role": "assistant", "content": None, "tool_calls": [tool, odd]}]
 chat([*start, {"role": "tool", "tool_call_id": "call00000", "content": "3"}])
 reward(1)
 """
     episode = played(tmp_path, code, "one")
     turn = episode.host.asked[0][0][1]
     assert turn["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert turn["tool_calls"][1]["function"]["arguments"] == '{"a":NaN}'
     assert turn["content"] == ""
 
 
