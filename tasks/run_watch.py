@@ -247,9 +247,9 @@ class RunWatch:
         if self._tracker.page:
             create_link_artifact(
                 self._tracker.page,
-                link_text="MLflow run",
+                link_text="page of the metrics",
                 key=self._key("mlflow"),
-                description=f"MLflow run of {self._run.run_id}",
+                description=f"metrics of {self._run.run_id}",
             )
 
     def _table_artifact(self, name: str, rows: list[dict[str, Any]], description: str) -> None:

@@ -202,6 +202,9 @@ class TrackingConfig(Section):
     MLFLOW_TRACKING_PASSWORD; it is split off a URI."""
     experiment: str = "pipelinerl"
     """Name of the MLflow experiment that lists the runs. Set to separate studies."""
+    wandb: bool = False
+    """Log also to Weights & Biases (package wandb), in the project that `experiment` names. WANDB_API_KEY and the
+    other variables of wandb apply."""
     log_format: Literal["text", "json"] = "text"
     """Format of the roles' logs. text: lines for human readers; json: one JSON object per line, with run, role, name,
     version and step. Set json for log collectors."""

@@ -6,12 +6,14 @@ from typing import Any, Protocol
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.interfaces import Tracker
+from pipelinerl_core.run.context import log_directory
 from pipelinerl_core.run.local_files import parent_of
 from pipelinerl_core.run.locate import MlflowRef, code_version, git_commit
 from pipelinerl_core.run.records import RunRecord
 from pipelinerl_core.telemetry.datasets import run_datasets
 from pipelinerl_core.telemetry.mlflow import MlflowTracker, Status, tracking_uri
 from pipelinerl_core.telemetry.system import SystemSampler
+from pipelinerl_core.telemetry.wandb import WandbTracker
 from pipelinerl_core.types import LoggedStep
 
 
@@ -67,20 +69,34 @@ def open_tracker(
     """
     root, _, run_id = url.rpartition("/")
     uri = tracking_uri(config.tracking.chosen_uri, root)
-    if uri is None:
-        return NoTracker(), None
-    tracker = MlflowTracker(
-        uri,
-        config.tracking.experiment,
-        run_id,
-        run_id=record.mlflow_run_id if record else None,
-        tags={**run_tags(config), **source_tags(flow_run_id), "pipelinerl.url": url, **labels},
-        config=config.model_dump(mode="json"),
-        datasets=run_datasets(config),
-        machine=SystemSampler(url),
-        is_required=record is None,
-    )
-    return tracker, MlflowRef(uri=uri, run_id=tracker.run_id)
+    tracker: RunTracker = NoTracker()
+    mlflow = None
+    tags = {**run_tags(config), **source_tags(flow_run_id), "pipelinerl.url": url, **labels}
+    if uri is not None:
+        tracker = MlflowTracker(
+            uri,
+            config.tracking.experiment,
+            run_id,
+            run_id=record.mlflow_run_id if record else None,
+            tags=tags,
+            config=config.model_dump(mode="json"),
+            datasets=run_datasets(config),
+            machine=SystemSampler(url),
+            is_required=record is None,
+        )
+        mlflow = MlflowRef(uri=uri, run_id=tracker.run_id)
+    if config.tracking.wandb:
+        tracker = WandbTracker(
+            tracker,
+            run_id,
+            config.tracking.experiment,
+            directory=log_directory(url, run_id),
+            tags=tags,
+            config=config.model_dump(mode="json"),
+            has_inner=mlflow is not None,
+            is_required=record is None,
+        )
+    return tracker, mlflow
 
 
 @contextmanager

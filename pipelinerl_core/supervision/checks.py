@@ -46,6 +46,7 @@ from pipelinerl_core.supervision.gpus import check_gpus
 from pipelinerl_core.supervision.role_commands import ending_with_parent, module_command, role_environment
 from pipelinerl_core.supervision.temporary_directories import own_temporary
 from pipelinerl_core.telemetry.redact import redact_text
+from pipelinerl_core.telemetry.wandb import check_wandb
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,8 @@ def check_all(config: RunConfig, root: str, *, run: RunContext | None = None) ->
     check_gpus(config)
     if run is None:  # a run that exists trains without MLflow too
         check_mlflow(config.tracking.chosen_uri)
+        if config.tracking.wandb:
+            check_wandb()
     else:
         check_local_files(run)
     is_model_there = resolve_model_path(config.model.path) is not None
