@@ -19,7 +19,7 @@ from benchmarks import report
 from pipelinerl_core.errors import ConfigError
 
 _PACKAGES = Path(__file__).parents[1] / ".bench-packages"
-_WORKLOADS = ("quickstart", "small")
+_WORKLOADS = ("quickstart", "small", "prompts")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.engine_load import random_rollout
@@ -45,6 +46,8 @@ class Workload:
     group_size: int = 8
     spread: float = 0.75
     """Standard deviation of the logarithm of a completion's length."""
+    prompt_tokens: tuple[int, int] = (8, 20)
+    """Shortest and longest prompt. The rollouts of a group have one prompt."""
 
     def random_model(self) -> Any:
         """A model in evaluation mode; every call returns equal random weights."""
@@ -52,11 +55,9 @@ class Workload:
         model_class: Any = Qwen2ForCausalLM
         return model_class(Qwen2Config(**self.model, tie_word_embeddings=True)).eval()
 
-    def config(self, packing: Packing = "sorted") -> RunConfig:
+    def config(self) -> RunConfig:
         """The configuration of a run with such steps."""
-        trainer = TrainerConfig(
-            steps=1000, groups_per_step=self.num_groups, pack_tokens=self.pack_tokens, packing=packing
-        )
+        trainer = TrainerConfig(steps=1000, groups_per_step=self.num_groups, pack_tokens=self.pack_tokens)
         rollouts = RolloutsConfig(group_size=self.group_size, max_tokens=self.max_tokens)
         engine = EmbeddedConfig(concurrency=self.group_size)
         return RunConfig(trainer=trainer, rollouts=rollouts, engine=engine, learner=TorchConfig(lr=1e-4))
@@ -64,16 +65,18 @@ class Workload:
     def groups(self) -> list[list[Rollout]]:
         """Rollouts of random tokens by group; every call returns equal rollouts."""
         rng = np.random.default_rng(0)
-        return [
-            [self._rollout(rng, group, index) for index in range(self.group_size)] for group in range(self.num_groups)
-        ]
+        groups = []
+        for group in range(self.num_groups):
+            prompt = self._tokens(rng, int(rng.integers(*self.prompt_tokens, endpoint=True)))
+            groups.append([self._rollout(rng, prompt, group, index) for index in range(self.group_size)])
+        return groups
 
-    def _rollout(self, rng: np.random.Generator, group: int, index: int) -> Rollout:
+    def _tokens(self, rng: np.random.Generator, size: int) -> NDArray[np.int32]:
+        return rng.integers(0, self.model["vocab_size"], size, dtype=np.int32)
+
+    def _rollout(self, rng: np.random.Generator, prompt: NDArray[np.int32], group: int, index: int) -> Rollout:
         wanted = rng.lognormal(np.log(self.median_tokens), self.spread)
-        prompt, completion = (
-            rng.integers(0, self.model["vocab_size"], size, dtype=np.int32)
-            for size in (int(rng.integers(8, 21)), int(np.clip(wanted, 2, self.max_tokens)))
-        )
+        completion = self._tokens(rng, int(np.clip(wanted, 2, self.max_tokens)))
         built = random_rollout(prompt, completion, np.full(len(completion), -np.log(self.model["vocab_size"])))
         return replace(
             built, group_id=group, rollout_index=index, group_size=self.group_size, reward=float(index % 2)
@@ -86,6 +89,16 @@ WORKLOADS = {
     ),
     "small": Workload(
         name="small", model=SIZES["small"], num_groups=8, median_tokens=96, max_tokens=480, pack_tokens=2048
+    ),
+    "prompts": Workload(
+        name="prompts of 2,048 tokens",
+        model=SIZES["small"] | {"max_position_embeddings": 4096},
+        num_groups=2,
+        median_tokens=64,
+        max_tokens=64,
+        pack_tokens=2048,
+        spread=0.0,
+        prompt_tokens=(2048, 2048),
     ),
 }
 
@@ -117,7 +130,7 @@ def measure_workload(workload: Workload, rounds: int, *, with_trl: bool) -> dict
     num_tokens = sum(num_forward_tokens(row.rollout) for row in rows)
     steps: dict[str, Step] = {
         "learner": _learner(workload, rows),
-        "learner, filled packs": _learner(workload, rows, "filled"),
+        "learner, prompts not shared": _learner(workload, rows, shares_prompts=False),
         "bare loop": BareLoop(workload, rows),
     }
     if with_trl:
@@ -167,10 +180,9 @@ def _fill(lengths: Sequence[int], pack_tokens: int, packing: Packing) -> dict[st
     }
 
 
-def _learner(workload: Workload, rows: Sequence[TrainingRow], packing: Packing = "sorted") -> Step:
-    config = workload.config(packing)
-    batcher = PackBatcher(workload.pack_tokens, packing)
-    learner = TorchLearner(prepare_model(workload.random_model()), config, batcher=batcher)
+def _learner(workload: Workload, rows: Sequence[TrainingRow], *, shares_prompts: bool = True) -> Step:
+    batcher = PackBatcher(workload.pack_tokens, shares_prompts=shares_prompts)
+    learner = TorchLearner(prepare_model(workload.random_model()), workload.config(), batcher=batcher)
     return lambda: learner.step(rows)
 
 

@@ -6,15 +6,15 @@ P = prompt tokens, C = completion tokens.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipelinerl_core.algo.packed import PackedBatch, layout_of
+from pipelinerl_core.algo.packed import PackedBatch, Parent, layout_of
 from pipelinerl_core.algo.staleness import token_versions
-from pipelinerl_core.batching.pack import Packing, pack, share
+from pipelinerl_core.batching.pack import MOST_OVER_LONGEST, Packing, pack, share
 from pipelinerl_core.types import Rollout, TrainingRow
 
 Int64Array = NDArray[np.int64]
@@ -26,21 +26,33 @@ class PackBatcher:
     Packs are made one by one as they are taken, so that a GPU computes the first ones meanwhile.
     """
 
-    def __init__(self, pack_tokens: int, packing: Packing = "sorted", *, skips_backward: bool = False) -> None:
+    def __init__(
+        self,
+        pack_tokens: int,
+        packing: Packing = "sorted",
+        *,
+        skips_backward: bool = False,
+        skips_forward: bool = False,
+        shares_prompts: bool = False,
+    ) -> None:
         """`pack_tokens` is the budget of one pack, in tokens of its forward pass; `packing` is a way of `pack`.
 
         skips_backward: rows whose advantages are all 0, or whose weight is 0, are in packs of their own, which need
-        no backward pass.
+        no backward pass. skips_forward: they are in no pack, unless all rows are such rows. shares_prompts: rows of a
+        group with equal prompts are in a pack with the prompt once.
         """
+        self._skips_forward = skips_forward
         self._pack_tokens = pack_tokens
+        self._shares_prompts = shares_prompts
         self._packing: Packing = packing
         self._skips_backward = skips_backward
 
     def rows(self, rows: Sequence[TrainingRow]) -> Iterator[PackedBatch]:
-        """Packs with every sampled token of the rows once; rows without a sampled token are left out."""
+        """Packs with every sampled token of the rows once, without rows that have no sampled token or are skipped."""
         for part in self._parts(rows):
-            for positions in pack(_lengths(rows, part), self._pack_tokens, self._packing):
-                yield self._collate(rows, [part[position] for position in positions])
+            units = self._units(rows, part)
+            for chosen in pack(self._lengths(rows, units), self._pack_tokens, self._packing):
+                yield self._collate(rows, [index for number in chosen for index in units[number]])
 
     def plan(self, rows: Sequence[TrainingRow], ranks: int) -> list[list[list[int]]]:
         """For each rank its packs, each a list of indices into `rows`: equally many packs on every rank.
@@ -49,9 +61,10 @@ class PackBatcher:
         """
         plan: list[list[list[int]]] = [[] for _ in range(ranks)]
         for part in self._parts(rows) or [[]]:
-            shares = share(_lengths(rows, part), self._pack_tokens, ranks, self._packing)
+            units = self._units(rows, part, ranks)
+            shares = share(self._lengths(rows, units), self._pack_tokens, ranks, self._packing)
             for own, packs in zip(plan, shares, strict=True):
-                own += [[part[position] for position in positions] for positions in packs]
+                own += [[index for number in chosen for index in units[number]] for chosen in packs]
         return plan
 
     def planned(self, rows: Sequence[TrainingRow], packs: Sequence[Sequence[int]]) -> Iterator[PackedBatch]:
@@ -64,10 +77,49 @@ class PackBatcher:
         if not self._skips_backward:
             return [kept] if kept else []
         parts = [[index for index in kept if _has_gradient(rows[index]) is wanted] for wanted in (True, False)]
-        return [part for part in parts if part]
+        parts = [part for part in parts if part]
+        return parts[:1] if self._skips_forward else parts
+
+    def _units(self, rows: Sequence[TrainingRow], part: Sequence[int], ranks: int = 1) -> list[list[int]]:
+        """The rows that go into a pack together: each alone, or those of a group and prompt, the longest first.
+
+        Rows that exceed the budget together are several units; with several ranks, no unit has more than the tokens
+        of a rank.
+        """
+        if not self._shares_prompts:
+            return [[index] for index in part]
+        families: dict[tuple[int, bytes], list[int]] = {}
+        for index in part:
+            rollout = rows[index].rollout
+            families.setdefault((rollout.group_id, rollout.prompt_token_ids.tobytes()), []).append(index)
+        limit = self._pack_tokens
+        if ranks > 1:
+            limit = min(limit, sum(self._lengths(rows, list(families.values()))) // ranks)
+        units: list[list[int]] = []
+        for family in families.values():
+            unit: list[int] = []
+            family.sort(key=lambda index: -num_forward_tokens(rows[index].rollout))
+            # A prompt of about the budget would be computed once per rollout.
+            budget = max(limit, int(MOST_OVER_LONGEST * num_forward_tokens(rows[family[0]].rollout)))
+            for index in family:
+                if unit and self._lengths(rows, [[*unit, index]])[0] > budget:
+                    units.append(unit)
+                    unit = []
+                unit.append(index)
+            units.append(unit)
+        return units
+
+    def _lengths(self, rows: Sequence[TrainingRow], units: Sequence[Sequence[int]]) -> list[int]:
+        """Tokens of each unit in a forward pass."""
+        lengths = []
+        for unit in units:
+            first, *others = (rows[index].rollout for index in unit)
+            own = sum(num_forward_tokens(rollout) - len(rollout.prompt_token_ids) for rollout in others)
+            lengths.append(num_forward_tokens(first) + own)
+        return lengths
 
     def _collate(self, rows: Sequence[TrainingRow], indices: Sequence[int]) -> PackedBatch:
-        packed = collate(rows, indices)
+        packed = collate(rows, indices, shares_prompts=self._shares_prompts)
         if not self._skips_backward or any(_has_gradient(rows[index]) for index in indices):
             return packed
         return replace(packed, needs_backward=False)
@@ -100,18 +152,15 @@ def _has_gradient(row: TrainingRow) -> bool:
     return bool(row.loss_weight) and any(row.turn_advantages or (row.advantage,))
 
 
-def _lengths(rows: Sequence[TrainingRow], indices: Sequence[int]) -> list[int]:
-    return [num_forward_tokens(rows[index].rollout) for index in indices]
-
-
 def num_forward_tokens(rollout: Rollout) -> int:
     """Tokens of a rollout in a forward pass: all but the last of each context, which predicts no sampled token."""
     return len(rollout.prompt_token_ids) + rollout.num_tokens - 1 - len(rollout.branch_starts)
 
 
-def collate(rows: Sequence[TrainingRow], indices: Sequence[int]) -> PackedBatch:
+def collate(rows: Sequence[TrainingRow], indices: Sequence[int], *, shares_prompts: bool = False) -> PackedBatch:
     """One pack of the rows at `indices`, in that order.
 
+    shares_prompts: rows of a group whose prompts are equal have the prompt once, with the first of them.
     Raises ValueError for a row without a prompt, because no token would predict its first token, for weight_spans
     that do not cover the completion, and if turn_advantages is not empty and has not one advantage per turn.
     """
@@ -122,23 +171,28 @@ def collate(rows: Sequence[TrainingRow], indices: Sequence[int]) -> PackedBatch:
                 f"rollout {row.rollout.rollout_index} of group {row.rollout.group_id} has no prompt tokens: "
                 "at least one is needed to predict its first token"
             )
-    lengths_S = np.array([num_forward_tokens(row.rollout) for row in chosen], dtype=np.int64)
-    starts_S = np.cumsum(lengths_S) - lengths_S
-    lengths_K = np.array([length for row in chosen for length in _context_lengths(row.rollout)], dtype=np.int64)
-    positions_T = np.arange(lengths_S.sum()) - np.repeat(np.cumsum(lengths_K) - lengths_K, lengths_K)
+    contexts = _contexts([row.rollout for row in chosen], shares_prompts=shares_prompts)
+    starts = np.cumsum([0, *(len(context.tokens) for context in contexts)])
+    is_used = [len(context.tokens) > 0 for context in contexts]  # a context of one token has no forward pass
+    used = [context for context, has_tokens in zip(contexts, is_used, strict=True) if has_tokens]
+    places = np.cumsum(is_used) - 1
+    parents = [Parent(int(places[context.parent]), context.first) for context in used if context.parent >= 0]
     sampled = [np.flatnonzero(row.rollout.loss_mask) for row in chosen]
     counts_S = np.array([len(offsets) for offsets in sampled], dtype=np.int64)
-    # The token before completion token c is at position P + c - 1 of its sequence.
-    first_sources_S = starts_S + np.array([len(row.rollout.prompt_token_ids) for row in chosen]) - 1
+    sources = [np.empty(row.rollout.num_tokens, dtype=np.int64) for row in chosen]
+    for context, start in zip(contexts, starts[:-1], strict=True):
+        size = context.end - context.begin
+        # The token before the first own token is the last of the prompt. Nothing predicts the first token of a
+        # branch, which was not sampled: the token before it in the pack stands in.
+        sources[context.row][context.begin : context.end] = start + len(context.tokens) - size + np.arange(size)
+        if context.parent >= 0:
+            sources[context.row][context.begin] = starts[context.parent] + context.first - 1
     return PackedBatch(
-        input_ids_T=_int64(np.concatenate([_inputs(row.rollout) for row in chosen])),
-        position_ids_T=_int64(positions_T),
-        layout=layout_of([length for length in lengths_K.tolist() if length]),
+        input_ids_T=_int64(np.concatenate([context.tokens for context in used])),
+        position_ids_T=_int64(np.concatenate([context.first + np.arange(len(context.tokens)) for context in used])),
+        layout=layout_of([len(context.tokens) for context in used], parents),
         row_S=_int64(np.array(indices)),
-        source_N=_int64(
-            np.repeat(first_sources_S, counts_S)
-            + np.concatenate([_sources(row.rollout, offsets) for row, offsets in zip(chosen, sampled, strict=True)])
-        ),
+        source_N=_int64(_select(sources, sampled)),
         target_ids_N=_int64(_select([row.rollout.completion_token_ids for row in chosen], sampled)),
         sequence_N=_int64(np.repeat(np.arange(len(chosen)), counts_S)),
         rollout_logprobs_N=_float32(_select([row.rollout.rollout_logprobs for row in chosen], sampled)),
@@ -149,28 +203,43 @@ def collate(rows: Sequence[TrainingRow], indices: Sequence[int]) -> PackedBatch:
     )
 
 
-def _context_lengths(rollout: Rollout) -> list[int]:
-    """Tokens in a forward pass of each context: all but its last. A branch of one token has none."""
-    (_, end), *branches = rollout.contexts
-    return [len(rollout.prompt_token_ids) + end - 1, *(stop - start - 1 for start, stop in branches)]
+class _Context(NamedTuple):
+    """The tokens of a forward pass that predict completion tokens `begin` to `end` of a row."""
+
+    row: int
+    tokens: NDArray[np.int32]
+    begin: int
+    end: int
+    first: int = 0
+    """Position of the first token: the tokens of the prompt, if another context has the prompt."""
+    parent: int = -1
+    """Index of the context that has the prompt."""
 
 
-def _inputs(rollout: Rollout) -> NDArray[np.int32]:
-    ids = rollout.completion_token_ids
-    (_, end), *branches = rollout.contexts
-    parts = [ids[start : stop - 1] for start, stop in branches]
-    return np.concatenate([rollout.prompt_token_ids, ids[: end - 1], *parts])
-
-
-def _sources(rollout: Rollout, offsets: Int64Array) -> Int64Array:
-    """The forward token that predicts each completion token at `offsets`, counted from the prompt's last token.
-
-    Nothing predicts the first token of a branch, which was not sampled: the token before it stands in.
-    """
-    if not rollout.branch_starts:
-        return offsets
-    # Each earlier context lacks its last token.
-    return offsets - np.searchsorted(rollout.branch_starts, offsets, side="right")
+def _contexts(rollouts: Sequence[Rollout], *, shares_prompts: bool) -> list[_Context]:
+    """All contexts of the rollouts; if some continue another one, these last, both kinds from long to short."""
+    roots: list[_Context] = []
+    continued: list[_Context] = []
+    with_prompt: dict[tuple[int, bytes], int] = {}
+    for row, rollout in enumerate(rollouts):
+        prompt, ids = rollout.prompt_token_ids, rollout.completion_token_ids
+        (_, end), *branches = rollout.contexts
+        parent = -1
+        if shares_prompts:
+            parent = with_prompt.setdefault((rollout.group_id, prompt.tobytes()), len(roots))
+        if parent in (-1, len(roots)):
+            roots.append(_Context(row, np.concatenate([prompt, ids[: end - 1]]), 0, end))
+        else:
+            continued.append(_Context(row, ids[: end - 1], 0, end, len(prompt), parent))
+        roots += [_Context(row, ids[start : stop - 1], start, stop) for start, stop in branches]
+    if not continued:
+        return roots
+    order = sorted(range(len(roots)), key=lambda index: -len(roots[index].tokens))
+    place = {index: number for number, index in enumerate(order)}
+    continued.sort(key=lambda context: -len(context.tokens))
+    return [roots[index] for index in order] + [
+        context._replace(parent=place[context.parent]) for context in continued
+    ]
 
 
 def _versions(rollout: Rollout) -> NDArray[np.int32]:

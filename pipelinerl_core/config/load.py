@@ -22,6 +22,7 @@ RESUMABLE = (
     "trainer.ranks",
     "trainer.threads",
     "trainer.pack_tokens",
+    "trainer.share_prompts",
     "trainer.collective_seconds",
     "trainer.rescore_",
     "learner.decay_steps",  # only by a resume with another trainer.steps

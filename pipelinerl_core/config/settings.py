@@ -196,8 +196,13 @@ class Settings(Section):
 
     @property
     def skips_backward(self) -> bool:
-        """Whether rollouts whose advantage is 0 are computed without a backward pass."""
+        """Whether rollouts whose advantage is 0 have no backward pass."""
         return self.trainer.skip_zero_advantage and self.learner.plans_packs and not self.other_term
+
+    @property
+    def skips_forward(self) -> bool:
+        """Whether they are not computed at all."""
+        return self.skips_backward and not self.trainer.score_zero_advantage
 
     @property
     def stays_on_cpu(self) -> bool:
@@ -236,6 +241,7 @@ class Settings(Section):
             "packing": trainer.packing,
             "device": self.model.device,
             **attention,
+            **({"share_prompts": "true"} if trainer.share_prompts else {}),
         }
 
     def phase_end(self, step: int) -> int:

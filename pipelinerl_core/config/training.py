@@ -26,10 +26,18 @@ class TrainerConfig(Section):
     packing: Literal["sorted", "filled"] = "sorted"
     """How sequences share forward passes. sorted: by similar length, least padding; filled: remaining space in a pass
     takes shorter sequences, fewer passes but more padding. Set filled if attention has no padding (varlen, flex)."""
+    share_prompts: bool = True
+    """Compute the prompt of a group once for all its rollouts in a forward and backward pass: equal losses and
+    gradients but for rounding, in less time (the longer the prompts, the more). Unset to compute every rollout by
+    itself."""
     skip_zero_advantage: bool = True
-    """Compute rollouts whose advantage is 0 without a backward pass: equal metrics, and equal gradients but for
-    rounding, because such rollouts have none. learner.kind=torch, without a KL term or value head. Unset to compute
-    every rollout in the same way."""
+    """Compute rollouts whose advantage is 0 without a backward pass: equal gradients but for rounding, because such
+    rollouts have none. learner.kind=torch, without a KL term or value head. Unset to compute every rollout in the
+    same way."""
+    score_zero_advantage: bool = False
+    """With skip_zero_advantage: compute these rollouts forward, so that the metrics of a step (ratios, entropy,
+    divergence) are means over all its rollouts; else they are not computed, and the metrics are means over the
+    rollouts that have an advantage. Set to compare such metrics with other runs."""
     rescore_share: float = Field(0.005, ge=0, le=1)
     """Share of a step's rollouts that the trainer scores again under the versions that sampled their tokens, to check
     that the engines sample from these versions (docs/off-policy.md); 0: none. Raise for more certain figures and an

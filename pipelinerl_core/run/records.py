@@ -31,7 +31,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from pipelinerl_core.messages import ActorSample, FateRecord, LedgerSnapshot, SwapRecord
 from pipelinerl_core.ranges import Count, Finite, Number, Seconds, Step, StepOrNone
@@ -215,6 +215,9 @@ class Record(BaseModel):
     """`run.reading.read_record` reads every record and refuses other versions."""
 
 
+_BEFORE = {"share_prompts": False, "score_zero_advantage": True}
+
+
 class RunRecord(Record):
     """run.json."""
 
@@ -235,6 +238,12 @@ class RunRecord(Record):
     """RUN@VERSION whose exported weights are the starting model; empty for another model."""
     files: dict[str, str] = {}
     """Setting -> digest of the rows or the model that it names (run/local_files.py)."""
+
+    @field_validator("config")
+    @classmethod
+    def _with_recorded_meaning(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Keys that a run from before them lacks, with what such a run did."""
+        return {**config, "trainer": {**_BEFORE, **config["trainer"]}} if "trainer" in config else config
 
 
 class EpochRecord(Record):

@@ -8,6 +8,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pipelinerl_core.batching.pack import MOST_OVER_LONGEST
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.paths import model_config_of
@@ -255,7 +256,7 @@ def _activation_bytes(config: RunConfig, shape: ModelShape) -> float:
     and one whole layer.
     """
     longest = config.rollouts.max_prompt_tokens + config.rollouts.max_tokens
-    num_tokens = max(config.trainer.pack_tokens, longest)
+    num_tokens = max(config.trainer.pack_tokens, (MOST_OVER_LONGEST if config.trainer.share_prompts else 1) * longest)
     layer = (24 * shape.hidden + 8 * shape.inner) * _width(config) / 2
     kept = _width(config) * shape.hidden * shape.layers + layer
     per_token = kept if config.checkpoints_activations("cuda") else layer * shape.layers

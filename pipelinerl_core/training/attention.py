@@ -4,16 +4,19 @@ All other layers treat every packed token alike. Attention has three kinds:
 
     padded   scatter queries, keys and values into one padded row per sequence, run torch's causal kernel, gather the
              results. Padding is right of the real tokens, so causal attention already excludes padding.
-             Any device and type; cost S * L^2. A sliding window is a mask of this kernel.
+             Any device and type; cost S * L^2. A sliding window is a mask of this kernel. Contexts that continue
+             others are calls of their own, by length, with the keys and values of their prefix, and a mask.
     float32  padded attention with queries, keys and values in float32, for models in bfloat16 on a CPU. The backward
              pass of torch's kernel is slow there in bfloat16: one layer forward and backward takes 89 ms, in float32
              22 ms (32 sequences of 41 tokens, 9 heads of size 64, one core with avx512_bf16).
     varlen   torch's flash attention, with the first token of each sequence as an argument. GPU, bfloat16 or float16.
+             A context that continues another one gets copies of the keys and values of its prefix.
     flex     torch's flex attention, compiled, with a mask of the blocks of the pack. GPU, any type.
 
 `learner.attention` chooses (training/attention_choice.py).
 
-Shapes: B = 1, T = packed tokens, K = contexts, L = longest context, H = heads, D = head size, F = H * D.
+Shapes: B = 1, T = packed tokens, H = heads, D = head size, F = H * D; of a band of contexts X, Y, U, Z as in
+algo/packed.py.
 """
 
 from collections.abc import Callable
@@ -28,7 +31,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from pipelinerl_core.algo.packed import PackLayout, window_mask
+from pipelinerl_core.algo.packed import Band, PackLayout, Prefixes
 from pipelinerl_core.training.block_masks import block_mask
 
 varlen_attn: Any = None
@@ -45,20 +48,20 @@ VARLEN_ATTENTION = "pipelinerl_varlen"
 FLEX_ATTENTION = "pipelinerl_flex"
 
 
-class _Unpad(torch.autograd.Function):
-    """[S * L, F] -> [T, F]. Slots are unique, so backward can copy; torch's own index_select would add."""
+class _Take(torch.autograd.Function):
+    """Rows of a table [rows, F]. The indices are unique, so backward can copy; torch's own index_select would add."""
 
     @staticmethod
-    def forward(ctx: Any, padded: Tensor, slots_T: Tensor) -> Tensor:
-        ctx.save_for_backward(slots_T)
-        ctx.num_slots = padded.shape[0]
-        return padded.index_select(0, slots_T)
+    def forward(ctx: Any, table: Tensor, indices: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.num_rows = table.shape[0]
+        return table.index_select(0, indices)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TF: Tensor) -> tuple[Tensor, None]:
-        (slots_T,) = ctx.saved_tensors
-        return grad_TF.new_zeros(ctx.num_slots, grad_TF.shape[1]).index_copy_(0, slots_T, grad_TF), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (indices,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.num_rows, grad.shape[1]).index_copy_(0, indices, grad), None
 
 
 def packed_attention(
@@ -80,21 +83,42 @@ def packed_attention(
     Raises ValueError without a layout.
     """
     layout = _needed(layout)
-    is_cut = sliding_window is not None and sliding_window < layout.longest
-    attended_KHLD = scaled_dot_product_attention(
-        _pad_heads(query_BHTD, layout),
-        _pad_heads(key_BHTD, layout),
-        _pad_heads(value_BHTD, layout),
-        attn_mask=window_mask(layout.longest, sliding_window, query_BHTD.device) if is_cut else None,
-        is_causal=not is_cut,
-        scale=scaling,
-        dropout_p=dropout,
-        enable_gqa=key_BHTD.shape[1] != query_BHTD.shape[1],
-    )
-    num_heads, num_tokens = query_BHTD.shape[1:3]
-    attended = attended_KHLD.transpose(1, 2).reshape(layout.num_contexts * layout.longest, -1)
-    packed_TF: Tensor = _Unpad.apply(attended, layout.slots_T)  # type: ignore[no-untyped-call]
-    return packed_TF.view(1, num_tokens, num_heads, -1), None
+    is_grouped = key_BHTD.shape[1] != query_BHTD.shape[1]
+    options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "enable_gqa": is_grouped}
+    packed = [heads.transpose(1, 2)[0].flatten(1) for heads in (query_BHTD, key_BHTD, value_BHTD)]
+    num_heads, num_tokens, size = query_BHTD.shape[1:]
+    parts, start = [], 0
+    for band in layout.bands:
+        tokens = slice(start, start + band.num_tokens)
+        queries, keys, values = (
+            _padded(table[tokens], band.slots, len(band.lengths), band.longest, size) for table in packed
+        )
+        if band.prefixes is not None:
+            keys = torch.cat([_prefixed(packed[1], band.prefixes, size), keys], dim=2)
+            values = torch.cat([_prefixed(packed[2], band.prefixes, size), values], dim=2)
+        mask = _mask(layout, band, start, sliding_window)
+        attended = scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, **options
+        )
+        parts.append(_unpadded(attended, band.slots))
+        start = tokens.stop
+    attended_TF = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return attended_TF.view(1, num_tokens, num_heads, size), None
+
+
+def _prefixed(packed_TF: Tensor, prefixes: Prefixes, size: int) -> Tensor:
+    """[X, H, Z, D] keys or values of the prefix of each context."""
+    tokens = _Take.apply(packed_TF, prefixes.tokens)  # type: ignore[no-untyped-call]
+    return _padded(tokens, prefixes.slots, prefixes.num, prefixes.longest, size).index_select(0, prefixes.number_X)
+
+
+def _mask(layout: PackLayout, band: Band, start: int, window: int | None) -> Tensor | None:
+    """The band's mask, made once for all layers."""
+    key = ("padded", start, window)
+    if key not in layout.masks:
+        layout.masks[key] = band.mask(window)
+    mask: Tensor | None = layout.masks[key]
+    return mask
 
 
 def float32_attention(
@@ -111,13 +135,16 @@ def float32_attention(
     return attended.to(query_BHTD.dtype), None
 
 
-def _pad_heads(packed_BHTD: Tensor, layout: PackLayout) -> Tensor:
-    """[B, H, T, D] -> [K, H, L, D]."""
-    num_heads, num_tokens, head_dim = packed_BHTD.shape[1:]
-    packed_TF = packed_BHTD.transpose(1, 2).reshape(num_tokens, num_heads * head_dim)
-    num_slots = layout.num_contexts * layout.longest
-    padded = packed_TF.new_zeros(num_slots, packed_TF.shape[1]).index_copy_(0, layout.slots_T, packed_TF)
-    return padded.view(layout.num_contexts, layout.longest, num_heads, head_dim).transpose(1, 2)
+def _padded(tokens: Tensor, slots: Tensor, num_contexts: int, length: int, head_dim: int) -> Tensor:
+    """[tokens, F] -> [contexts, H, length, D], zeros where there is no token."""
+    padded = tokens.new_zeros(num_contexts * length, tokens.shape[1]).index_copy_(0, slots, tokens)
+    return padded.view(num_contexts, length, -1, head_dim).transpose(1, 2)
+
+
+def _unpadded(padded: Tensor, slots: Tensor) -> Tensor:
+    """[contexts, H, length, D] -> [tokens, F]."""
+    tokens: Tensor = _Take.apply(padded.transpose(1, 2).flatten(2).flatten(0, 1), slots)  # type: ignore[no-untyped-call]
+    return tokens
 
 
 def varlen_attention(
@@ -138,14 +165,18 @@ def varlen_attention(
     """
     layout = _needed(layout)
     query_THD, key_THD, value_THD = (heads[0].transpose(0, 1) for heads in (query_BHTD, key_BHTD, value_BHTD))
+    keys = layout.keys
+    if keys is not None:
+        key_THD, value_THD = key_THD.index_select(0, keys.tokens), value_THD.index_select(0, keys.tokens)
+    # With fewer queries than keys, causal attention gives the last query all keys.
     attended_THD = varlen_attn(
         query_THD,
         key_THD,
         value_THD,
         layout.cu_seqlens,
-        layout.cu_seqlens,
-        layout.longest,
-        layout.longest,
+        layout.cu_seqlens if keys is None else keys.cu_seqlens,
+        max(layout.lengths),
+        max(layout.lengths) if keys is None else keys.longest,
         scale=scaling,
         # Tokens before and after the query. The window of transformers includes the query.
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),

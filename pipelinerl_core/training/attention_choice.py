@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._triton import has_triton
 
-from pipelinerl_core.algo.packed import PackLayout, layout_of
+from pipelinerl_core.algo.packed import PackLayout, Parent, layout_of
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.training import attention
 from pipelinerl_core.training.attention import (
@@ -25,8 +25,10 @@ ATTENTION_NAMES = {"padded": PACKED_ATTENTION, "varlen": VARLEN_ATTENTION, "flex
 
 # In the order in which "auto" tries them on a GPU.
 _FAST = ("varlen", "flex")
-# Lengths in the trial: more than one block of flex attention, a sequence of one token, ends inside of a block.
-_LENGTHS = (5, 150, 1, 130)
+# Lengths in the trial: more than one block of flex attention, a sequence of one token, ends inside of a block. The
+# last sequence continues another one.
+_LENGTHS = (5, 150, 1, 130, 9)
+_PARENTS = (Parent(1, 140),)
 # Largest difference from padded attention, relative to the largest value: rounding of the type.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -82,7 +84,7 @@ def missing_for(kind: str, heads: Heads) -> str | None:
 
 def trial(kind: str, heads: Heads) -> str | None:
     """Compare a kind of attention with padded attention on a small pack, forward and backward; None: equal."""
-    layout = layout_of(_LENGTHS).to(heads.device)
+    layout = layout_of(_LENGTHS, _PARENTS).to(heads.device)
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, num, sum(_LENGTHS), heads.size) for num in (heads.num, heads.num_kv, heads.num_kv)]
     inputs = [torch.randn(shape, generator=generator).to(heads.device, heads.dtype) for shape in shapes]

@@ -23,20 +23,28 @@ BoolArray = NDArray[np.bool_]
 
 def block_mask(layout: PackLayout, window: int | None) -> BlockMask:
     """Mask of causal attention inside each sequence, within the `window` newest tokens if given; cached per pack."""
-    mask = layout.block_masks.get(window)
-    if mask is None:
-        mask = layout.block_masks[window] = _make(layout, window)
-    made: BlockMask = mask
+    key = ("blocks", window)
+    if key not in layout.masks:
+        layout.masks[key] = _make(layout, window)
+    made: BlockMask = layout.masks[key]
     return made
 
 
 def _make(layout: PackLayout, window: int | None) -> BlockMask:
     partial_QK, whole_QK = blocks(layout.lengths, window)
     context_T = layout.context_T
+    if layout.parents:
+        partial_QK |= _prefix_blocks(layout)
+        whole_QK &= ~partial_QK
+        # Of each token: position in its context, with the prefix; and where its prefix begins and ends in the pack.
+        position_T, begin_T, end_T = (moved(table, context_T.device) for table in _prefix_tables(layout))
 
     def is_seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = (context_T[query] == context_T[key]) & (query >= key)
-        return seen if window is None else seen & (query - key < window)
+        if not layout.parents:
+            return seen if window is None else seen & (query - key < window)
+        seen |= (key >= begin_T[query]) & (key < end_T[query])
+        return seen if window is None else seen & (position_T[query] - position_T[key] < window)
 
     num_tokens = context_T.numel()
     (kv, kv_indices), (full_kv, full_kv_indices), (q, q_indices), (full_q, full_q_indices) = (
@@ -56,6 +64,30 @@ def _make(layout: PackLayout, window: int | None) -> BlockMask:
         BLOCK_SIZE=(BLOCK_TOKENS, BLOCK_TOKENS),
         mask_mod=is_seen,
     )
+
+
+def _prefix_tables(layout: PackLayout) -> list[Tensor]:
+    """Three [T] int32; without a parent begin and end are 0."""
+    starts_K = np.cumsum([0, *layout.lengths])[:-1]
+    sizes_K = np.array([0] * layout.num_roots + [parent.num_tokens for parent in layout.parents])
+    begins_K = np.array([0] * layout.num_roots + [starts_K[parent.context] for parent in layout.parents])
+    num_tokens = layout.context_T.numel()
+    positions_T = np.arange(num_tokens) + np.repeat(sizes_K - starts_K, layout.lengths)
+    tables = (positions_T, np.repeat(begins_K, layout.lengths), np.repeat(begins_K + sizes_K, layout.lengths))
+    return [torch.from_numpy(table.astype(np.int32)) for table in tables]
+
+
+def _prefix_blocks(layout: PackLayout) -> BoolArray:
+    """[Q, K], pairs of a block with queries of a context and a block with keys of its prefix."""
+    starts = np.cumsum([0, *layout.lengths])
+    num_blocks = -(-int(starts[-1]) // BLOCK_TOKENS)
+    used_QK = np.zeros((num_blocks, num_blocks), dtype=np.bool_)
+    for context, parent in enumerate(layout.parents, start=layout.num_roots):
+        queries = slice(starts[context] // BLOCK_TOKENS, (starts[context + 1] - 1) // BLOCK_TOKENS + 1)
+        begin = starts[parent.context]
+        keys = slice(begin // BLOCK_TOKENS, (begin + parent.num_tokens - 1) // BLOCK_TOKENS + 1)
+        used_QK[queries, keys] = True
+    return used_QK
 
 
 def blocks(lengths: tuple[int, ...], window: int | None) -> tuple[BoolArray, BoolArray]:

@@ -170,9 +170,20 @@ def build_rank(config: RunConfig, ranks: Ranks) -> tuple[RankLearner, PackBatche
         return build(config, device, ranks)
 
 
+def pack_batcher(config: RunConfig) -> PackBatcher:
+    """The batcher of a run's rows."""
+    return PackBatcher(
+        config.trainer.pack_tokens,
+        config.trainer.packing,
+        shares_prompts=config.trainer.share_prompts,
+        skips_backward=config.skips_backward,
+        skips_forward=config.skips_forward,
+    )
+
+
 def _build_deepspeed(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple[DeepSpeedLearner, PackBatcher]:
     loaded = _load(config, device, ranks)
-    batcher = PackBatcher(config.trainer.pack_tokens, config.trainer.packing)
+    batcher = pack_batcher(config)
     learner = DeepSpeedLearner(
         loaded.model, config, batcher=batcher, ranks=ranks, reference=loaded.reference, teacher=loaded.teacher,
         note=loaded.note,
@@ -184,7 +195,7 @@ def _build_torch(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple
     loaded = _load(config, device, ranks)
     threads = min(config.trainer_threads, os.cpu_count() or 1)  # the number of threads does not change the result
     threads = threads if device.type == "cpu" else 1
-    batcher = PackBatcher(config.trainer.pack_tokens, config.trainer.packing, skips_backward=config.skips_backward)
+    batcher = pack_batcher(config)
     learner = TorchLearner(
         loaded.model, config, batcher=batcher, threads=threads, reference=loaded.reference, teacher=loaded.teacher,
         ranks=ranks, note=loaded.note,

@@ -150,7 +150,7 @@ def test_a_pack_lines_up_every_sampled_token_with_its_preceding_token():
     batch = collate([row([9], [3, 4, 5], advantage=2.0), row([7, 8], [1, 2])], [1, 0])
     assert batch.input_ids_T.tolist() == [7, 8, 1, 9, 3, 4]
     assert batch.position_ids_T.tolist() == [0, 1, 2, 0, 1, 2]
-    assert batch.layout.slots_T.tolist() == [0, 1, 2, 3, 4, 5]
+    assert batch.layout.bands[0].slots.tolist() == [0, 1, 2, 3, 4, 5]
     assert batch.source_N.tolist() == [1, 2, 3, 4, 5]
     assert batch.target_ids_N.tolist() == [1, 2, 3, 4, 5]
     assert batch.sequence_N.tolist() == [0, 0, 1, 1, 1]
@@ -175,8 +175,8 @@ def test_a_pack_keeps_unsampled_tokens_as_input_only():
     sampled, live = [True, False, True, True], np.array([False, False, True, True])
     batch = collate([row([6, 6, 6], [1, 2, 3, 4], mask=sampled, loss_mask=live), row([5], [9])], [0, 1])
     assert batch.input_ids_T.tolist() == [6, 6, 6, 1, 2, 3, 5]
-    assert batch.layout.slots_T.tolist() == [0, 1, 2, 3, 4, 5, 6]
-    assert (batch.layout.num_contexts, batch.layout.longest) == (2, 6)
+    assert batch.layout.bands[0].slots.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert batch.layout.lengths == (6, 1)
     assert batch.source_N.tolist() == [2, 4, 5, 6]
     assert batch.target_ids_N.tolist() == [1, 3, 4, 9]
     assert batch.trained_M.tolist() == [1, 2, 3]

@@ -16,9 +16,9 @@ from tests.unit.benchmarks.learner_case import MINI
 def test_contestants_take_turns_on_the_same_tokens():
     workload = measure_workload(MINI, 2, with_trl=False)
     assert (workload["num_rollouts"], workload["rounds"]) == (8, 2)
-    assert list(workload["tokens_per_second"]) == ["learner", "learner, filled packs", "bare loop"]
+    assert list(workload["tokens_per_second"]) == ["learner", "learner, prompts not shared", "bare loop"]
     assert all(speed > 0 for speed in workload["tokens_per_second"].values())
-    assert workload["learner_over"].keys() == {"learner, filled packs", "bare loop"}
+    assert workload["learner_over"].keys() == {"learner, prompts not shared", "bare loop"}
     groups = MINI.groups()
     assert workload["num_tokens"] == sum(
         len(r.prompt_token_ids) + r.num_tokens - 1 for group in groups for r in group

@@ -114,7 +114,7 @@ def test_every_branch_is_exact_in_the_engine_in_the_rows_and_in_the_trainers_pac
     for pack in PackBatcher(10_000).rows(stored_rows):
         assert pack.num_tokens == sum(num_forward_tokens(rollout) for rollout in rollouts)
         assert pack.num_sequences == len(rollouts)
-        assert pack.layout.num_contexts <= len(rollouts) * (1 + num_branches)
+        assert len(pack.layout.lengths) <= len(rollouts) * (1 + num_branches)
         with torch.no_grad():
             logprobs_N = model(pack)[0]
         np.testing.assert_allclose(logprobs_N, pack.rollout_logprobs_N, atol=1e-4)

@@ -32,8 +32,9 @@ def parts(fit, role):
 def test_a_full_learner_of_one_rank_needs_twenty_bytes_per_parameter():
     bytes_by_part = parts(fit_of(config(SEVEN, "placement.gpu=H100")), "trainer")
     assert bytes_by_part["weights"] + bytes_by_part["gradients"] + bytes_by_part["optimizer"] == 20 * NUM_7B
-    # 4,096 tokens, 28 layers, hidden 3,584, inner 18,944; and three copies of a chunk of logits
-    assert bytes_by_part["activations"] == 4096 * 28 * (24 * 3584 + 8 * 18944) + 3 * 4 * 2**22
+    # Rollouts of one prompt: 1.25 times a sequence of 4,096 tokens.
+    # 28 layers, hidden 3,584, inner 18,944; and three copies of a chunk of logits
+    assert bytes_by_part["activations"] == 5120 * 28 * (24 * 3584 + 8 * 18944) + 3 * 4 * 2**22
     float32 = parts(fit_of(config(SEVEN, "model.dtype=float32")), "trainer")
     assert float32["weights"] + float32["gradients"] + float32["optimizer"] == 20 * NUM_7B
 
@@ -81,7 +82,7 @@ def test_adapters_are_trained_beside_frozen_weights():
     assert bytes_by_part["optimizer"] == 12 * 16 * 28 * per_layer
     assert bytes_by_part["weights"] == 2 * NUM_7B
     one_layer = 24 * 3584 + 8 * 18944
-    assert bytes_by_part["activations"] == 4096 * (28 * 2 * 3584 + one_layer) + 3 * 4 * 2**22
+    assert bytes_by_part["activations"] == 5120 * (28 * 2 * 3584 + one_layer) + 3 * 4 * 2**22
 
 
 def test_an_engine_has_room_for_so_many_whole_sequences():

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from pipelinerl_core.algo.packed import layout_of
+from pipelinerl_core.algo.packed import Parent, layout_of
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.resolve import build_config, load_config, resume_config
@@ -42,22 +42,25 @@ GPU = torch.device("cuda")  # a name: nothing here is put on one
 
 def plain_varlen(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
     """What torch.nn.attention.varlen.varlen_attn says it computes, one sequence and all pairs at a time."""
-    num_tokens = query.shape[0]
-    assert cu_q is cu_k
-    assert (cu_q.dtype, cu_q.ndim, cu_q.is_contiguous()) == (torch.int32, 1, True)
-    bounds = cu_q.tolist()
-    assert (bounds[0], bounds[-1]) == (0, num_tokens)
-    assert max_q == max_k == max(np.diff(bounds))
-    assert query.ndim == 3
-    assert key.shape == value.shape == (num_tokens, key.shape[1], query.shape[2])
+    for cu, longest, heads in ((cu_q, max_q, query), (cu_k, max_k, key)):
+        assert (cu.dtype, cu.ndim, cu.is_contiguous()) == (torch.int32, 1, True)
+        assert (cu[0], cu[-1]) == (0, heads.shape[0])
+        assert longest == cu.diff().max()
+        assert heads.ndim == 3
+    assert key.shape == value.shape
+    assert key.shape[2] == query.shape[2]
     assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))  # the kernel reads whole heads
     assert enable_gqa == (query.shape[1] != key.shape[1])
     assert window_size[1] == 0
     parts = []
-    for start, end in itertools.pairwise(bounds):
-        ahead = torch.arange(end - start)[:, None] - torch.arange(end - start)
+    for own, keys in zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True):
+        num_keys = keys[1] - keys[0]  # the last query sees the last key
+        ahead = torch.arange(num_keys - (own[1] - own[0]), num_keys)[:, None] - torch.arange(num_keys)
         seen = (ahead >= 0) & ((ahead <= window_size[0]) | (window_size[0] == -1))
-        heads = (tensor[start:end].transpose(0, 1)[None] for tensor in (query, key, value))
+        heads = (
+            tensor[slice(*bounds)].transpose(0, 1)[None]
+            for tensor, bounds in ((query, own), (key, keys), (value, keys))
+        )
         attended = torch.nn.functional.scaled_dot_product_attention(
             *heads, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
         )
@@ -75,13 +78,11 @@ def anywhere(monkeypatch):
 
 def outcome(name, lengths, heads, **options):
     """What comes out of an attention function, and its gradients."""
-    generator = torch.Generator().manual_seed(1)
-    shapes = [(1, sum(lengths), num, 8) for num in (heads[0], heads[1], heads[1])]
-    leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    leaves = own_heads(lengths, heads)
     heads_of = [leaf.transpose(1, 2) for leaf in leaves]  # as a model has them
     output, _ = ATTENTION_FUNCTIONS[name](torch.nn.Module(), *heads_of, None, layout=layout_of(lengths), **options)
-    assert output.shape == shapes[0]
-    weights = torch.randn(output.shape, generator=generator)
+    assert output.shape == leaves[0].shape
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))
     return [output.detach(), *torch.autograd.grad((output * weights).sum(), leaves)]
 
 
@@ -110,6 +111,56 @@ def test_a_sliding_window_counts_the_token_itself(window):
         torch.testing.assert_close(alone, values)
     padded = outcome(PACKED_ATTENTION, lengths, heads, sliding_window=window)
     torch.testing.assert_close(flex, padded, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("name", [PACKED_ATTENTION, VARLEN_ATTENTION, FLEX_ATTENTION])
+@pytest.mark.parametrize("window", [None, 1, 7, 90])
+@pytest.mark.parametrize(
+    ("lengths", "parents"),
+    [
+        ((5, 4, 2, 3, 1), [Parent(0, 5), Parent(0, 2), Parent(1, 1)]),
+        ((150, 9, 140, 60), [Parent(0, 130), Parent(1, 9)]),
+        ((3, 1), [Parent(0, 1)]),
+    ],
+    ids=str,
+)
+def test_a_context_with_a_parent_attends_as_if_it_had_the_tokens_itself(name, window, lengths, parents):
+    leaves = own_heads(lengths, (4, 2))
+    with_prefixes = copies(lengths, parents)
+    outcomes = []
+    for layout, places in (
+        (layout_of(lengths, parents), np.arange(sum(lengths))),
+        (layout_of(list(map(len, with_prefixes))), np.concatenate(with_prefixes)),
+    ):
+        heads_of = [leaf[:, places].transpose(1, 2) for leaf in leaves]
+        output, _ = ATTENTION_FUNCTIONS[name](
+            torch.nn.Module(), *heads_of, None, layout=layout, sliding_window=window
+        )
+        # Of a context with a parent only the own tokens are compared, which are the last.
+        ends = np.cumsum(layout.lengths)
+        own = np.concatenate([np.arange(end - size, end) for end, size in zip(ends, lengths, strict=True)])
+        weights = torch.randn(sum(lengths), 4, 8, generator=torch.Generator().manual_seed(2))
+        outcomes.append([output[:, own], *torch.autograd.grad((output[:, own] * weights).sum(), leaves)])
+    torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-5)
+
+
+def own_heads(lengths, heads):
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(1, sum(lengths), num, 8) for num in (heads[0], heads[1], heads[1])]
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+
+
+def copies(lengths, parents):
+    """The packed tokens of each context, with those of its prefix before its own."""
+    starts = np.cumsum([0, *lengths])
+    prefixes = [()] * (len(lengths) - len(parents)) + [
+        starts[context] + np.arange(num_tokens) for context, num_tokens in parents
+    ]
+    return [
+        np.concatenate([prefix, np.arange(start, start + size)]).astype(int)
+        for prefix, start, size in zip(prefixes, starts, lengths, strict=False)
+    ]
 
 
 @pytest.mark.parametrize("window", [None, 1, 60, 128, 129, 300])
