@@ -8,7 +8,7 @@ a pause protocol. An idle engine has no task.
 import asyncio
 import heapq
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,6 +85,8 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         self._free_slots = list(range(slots))  # a heap: low slots first keeps the decoded prefix short
         self._kept: dict[int, None] = {}
         """Free slots with keys and values of a finished turn under the current weights, the oldest first."""
+        self._prefilled: dict[bytes, SlotSequence] = {}
+        """Prefilled tokens -> the sequence with them that was prefilled last, under the current weights."""
         self._task: asyncio.Task[None] | None = None
         self._delay_seconds = 0.0
         self._clock: StepClock | None = None
@@ -218,17 +220,22 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         if not self._waiting and not self._deterministic:
             compact(self._table, self._decoder.memory, self._in_slot, self._free_slots)
             self._kept = {slot: None for slot in self._kept if slot not in self._in_slot}
-        batches = prefill_batches(self._admit())
+        admitted, copies = self._admit()
+        batches = prefill_batches(admitted)
         num_running = len(self._running)
         with torch.inference_mode():
-            for batch in batches[:-1]:
+            # Copies read what is prefilled, so that they cannot wait for the pass that decodes.
+            alone = len(batches) if copies else len(batches) - 1
+            for batch in batches[: max(0, alone)]:
                 self._decoder.prefill(*batch)
+            del batches[: max(0, alone)]
+            self._copy(copies)
             step = self._table.step_input()
             logits_RV = self._decoder.decode(
                 step.token_ids_R,
                 step.positions_R,
                 num_keys=step.num_keys,
-                prefill=batches[-1] if batches else None,
+                prefill=batches[0] if batches else None,
             )
             token_ids_R, logprobs_R = sample(logits_RV, *self._table.sampler_inputs(len(step.token_ids_R)))
         outcome = self._table.advance(token_ids_R, logprobs_R)
@@ -255,12 +262,17 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
                 admissible.append(sequence)
         return admissible
 
-    def _admit(self) -> list[tuple[int, Int32Array]]:
-        """Fill free slots in order of arrival; returns the tokens to prefill: all of a sequence but the last."""
+    def _admit(self) -> tuple[list[tuple[int, Int32Array]], list[tuple[int, int]]]:
+        """Fill free slots in order of arrival.
+
+        Returns slots with the tokens to prefill, all of a sequence but the last, and pairs of slots: the second gets
+        the keys and values of the first, because a running sequence has the same tokens, as in a group.
+        """
         if not self._free_slots or not self._waiting:
-            return []
+            return [], []
         self._count_time()
         admitted: list[tuple[int, Int32Array]] = []
+        copies: list[tuple[int, int]] = []
         for sequence in self._admissible(len(self._free_slots)):
             request = sequence.request
             slot, num_kept = self._free_slot(sequence)
@@ -274,8 +286,24 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
             is_prefilled = not num_kept and not self._deterministic
             self._table.admit(slot, request, num_fed=num_prefilled if is_prefilled else num_kept)
             if is_prefilled:
-                admitted.append((slot, self._table.fed_tokens(slot)))
-        return admitted
+                tokens = self._table.fed_tokens(slot)
+                source = self._prefilled.get(tokens.tobytes())
+                if source is None or source.slot is None:
+                    self._prefilled[tokens.tobytes()] = sequence
+                    admitted.append((slot, tokens))
+                elif len(tokens):
+                    copies.append((source.slot, slot))
+        if len(self._prefilled) > 2 * self._num_slots:
+            self._prefilled = {key: held for key, held in self._prefilled.items() if held.slot is not None}
+        return admitted, copies
+
+    def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy keys and values between slots; what is copied beyond the prefilled tokens is overwritten unread."""
+        if copies:
+            sources, targets = zip(*copies, strict=True)
+            self._decoder.memory.move(
+                torch.tensor(sources), torch.tensor(targets), int(self._table.num_fed[list(targets)].max())
+            )
 
     def _free_slot(self, sequence: SlotSequence) -> tuple[int, int]:
         """Take a free slot: (slot, number of the sequence's first tokens whose keys and values it holds).
@@ -336,6 +364,7 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         for slot in self._kept:
             self._table.release(slot)
         self._kept.clear()
+        self._prefilled.clear()
         try:
             self._decoder.load(tensors)
         except Exception as error:

@@ -238,6 +238,41 @@ async def test_a_long_prefill_is_split_and_gives_the_same_log_probabilities():
         np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+async def test_a_group_is_prefilled_once_per_weight_version_and_samples_as_if_each_was(monkeypatch, family):
+    """Twelve sequences in five slots: some begin together, others while a sequence with their prompt runs, or after
+    a swap. Slots move meanwhile."""
+    prompts = [(3, 1, 4, 1, 5, 9, 2, 6), (2, 7, 1, 8, 2, 8)]
+    models = {version: tiny_model(family, seed=version) for version in (0, 1)}
+    engine = EmbeddedEngine(tiny_model(family), slots=5, max_len=64, eos_token_ids=[])
+    rows = []
+    forward = engine._decoder._forward
+
+    def counted(tokens_R, layout, prefill):
+        rows.extend([] if prefill is None else [tuple(row) for row in prefill[1].tolist()])
+        return forward(tokens_R, layout, prefill)
+
+    monkeypatch.setattr(engine._decoder, "_forward", counted)
+    asked = [(prompt, 3 + 5 * (number % 4)) for number, prompt in enumerate([prompts[0]] * 6 + [prompts[1]] * 6)]
+    tasks = [
+        asyncio.create_task(finish(engine, ask(f"r{i}", prompt=prompt, max_tokens=length, seed=i)))
+        for i, (prompt, length) in enumerate(asked)
+    ]
+    await after_tokens(engine, 60)
+    update = WeightUpdate(version=1, tensors=weights_of(models[1]), num_bytes=1)
+    await engine.swap(update)
+    completions = await asyncio.gather(*tasks)
+    assert len(rows) < len(asked)
+    assert all(rows.count((*prompt[:-1], *[0] * pad)) <= 2 for prompt in prompts for pad in range(3))
+    for (prompt, length), completion in zip(asked, completions, strict=True):
+        assert len(completion.token_ids) == length
+        if len(completion.weight_spans) == 1:  # else later tokens attend to keys of older weights
+            difference = logprob_parity(
+                completion.rollout_logprobs, reference_logprobs(models, prompt, completion), "float32"
+            )
+            difference.check()
+
+
 def test_prefill_batches_hold_every_sequence_once_within_the_token_bound():
     lengths = [3000, 7, 0, 2000, 2000, PREFILL_TOKENS + 1, 5]
     sequences = [(slot, np.full(length, slot + 1, np.int32)) for slot, length in enumerate(lengths)]
