@@ -63,7 +63,8 @@ def examples(url: str) -> list[str]:
         for sample in evals[version].samples[:_NUM_SAMPLES]:
             reference = f"; reference {_short(sample['reference'])}" if sample["reference"] else ""
             reward = "   -" if sample["reward"] is None else f"{sample['reward']:.2f}"
-            lines.append(f"    {reward}  {_short(sample['completion'])}{reference}")
+            asked = _short(sample["prompt"][-_SAMPLE_CHARACTERS:])
+            lines.append(f"    {reward}  {asked} -> {_short(sample['completion'])}{reference}")
     return lines
 
 
@@ -105,6 +106,8 @@ def summary(report: Mapping[str, Any], location: str) -> list[str]:
     lines = [f"{report['run_id']}: {report['steps']} steps in {report['wall_seconds']:.0f} s ({', '.join(parts)})"]
     if report["equal_reward"] is not None:
         lines += _nothing_learned(report)
+    elif report["warning"]:
+        lines.append(f"  {report['warning']}")
     if report["emulation"] is not None:
         lines.append(f"  {report['emulation']['note']}")
     lines += _rewards(report)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report.actor_alarms import alarm_text
-from pipelinerl_core.report.advice import clipped_advice, refused_advice
+from pipelinerl_core.report.advice import clipped_advice, refused_advice, unmoved_advice
 from pipelinerl_core.report.equal_rewards import WARN_STEPS, equal_reward, headline
 from pipelinerl_core.report.scrape_targets import live_roles, role_progress
 from pipelinerl_core.run.context import planned_steps
@@ -139,7 +139,9 @@ def status_of(
     alarm = alarm_text([last] if last else [])
     first = alarm or (headline(reward, step, is_over=is_over) if reward is not None else None)
     newest, config = follower.commits.newest(_ETA_STEPS), follower.run.config
-    measured = (clipped_advice(newest, config), refused_advice(newest, config))
+    evaluated = [commit for version in list(follower.evals)[-1:] if (commit := follower.commits.get(version))]
+    unmoved = "" if reward is not None else unmoved_advice([*evaluated, *newest], config).rstrip(".")
+    measured = (unmoved, clipped_advice(newest, config), refused_advice(newest, config))
     warnings = [*filter(None, (first, *measured)), *untrained_parts(parts).values()]
     return {
         "run_id": follower.run.run_id,

@@ -1,5 +1,6 @@
 """README.md of an exported model: base, data, reward, curve, and how to train it again."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.models.hub import is_hub_model
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.follow import RunFollower
+from pipelinerl_core.run.records import EXPORT_ORIGIN
 
 CARD, SETTINGS = "README.md", "pipelinerl.toml"
 _ROWS = 10
@@ -34,8 +36,11 @@ def _lines(run: RunContext, version: int, base: Path) -> Iterator[str]:
         yield f"base_model: {path}"
     yield from (*_licence(base), "---", "")
     is_name = is_hub_model(config.model.path) or path.startswith("builtin:")
-    name = run.record.parent or (path if is_name else Path(path).name)
-    yield f"# {name.rpartition('/')[2]}, {version} steps of reinforcement learning"
+    name = path if is_name else Path(path).name
+    if run.record.parent:
+        name = f"{_first_base(base)}`, continued from `{run.record.parent}"
+    title = run.record.parent or name.rpartition("/")[2]
+    yield f"# {title}, {version} steps of reinforcement learning"
     yield ""
     yield f"* **Base**: `{name}`{f', revision `{revision}`' if revision else ''}. Its licence and its limits hold."
     for part, own in config.parts.items():
@@ -77,11 +82,18 @@ def _prompts(config: RunConfig) -> str:
     return f"`{Path(prompts.path).name}` ({prompts.kind})" if isinstance(prompts, RowPrompts) else f"`{prompts.kind}`"
 
 
+def _first_base(base: Path) -> str:
+    """The starting model of the run that wrote the directory, or of the run before it, and so on."""
+    while (base / EXPORT_ORIGIN).is_file():
+        base = Path(json.loads((base / EXPORT_ORIGIN).read_text(encoding="utf-8"))["starting_model"])
+    return str(base) if not base.is_absolute() else base.name
+
+
 def _licence(base: Path) -> list[str]:
-    """The line of the licence in the card of the base."""
+    """The lines of licence and base in the card of the base."""
     try:
         text = (base / CARD).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return []
     matter = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
-    return re.findall(r"^license(?:_name|_link)?: .*$", matter[1], re.MULTILINE) if matter else []
+    return re.findall(r"^(?:license(?:_name|_link)?|base_model): .*$", matter[1], re.MULTILINE) if matter else []

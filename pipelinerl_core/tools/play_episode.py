@@ -8,7 +8,7 @@ from typing import Any
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.environments.pool import build_environments
-from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.errors import ConfigError, EnvironmentFailed
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.prompts.reply import read_reply
 from pipelinerl_core.rewards.pool import build_scorer
@@ -113,7 +113,15 @@ async def play(
     try:
         if not config.prompts.from_environment:
             host.describe(prompt.task)
-        result = await environments.play(task_of(config, prompt), 0, host)
+        try:
+            result = await environments.play(task_of(config, prompt), 0, host)
+        except EnvironmentFailed as error:
+            hint = (
+                ""
+                if config.prompts.from_environment
+                else ". If it has tasks of its own, set prompts.kind=environment"
+            )
+            raise EnvironmentFailed(f"{error}{hint}") from None
         if isinstance(result, Transcript):  # scored as a group of one episode
             (result,) = await environments.score_group(task_of(config, prompt), [result])
     finally:
