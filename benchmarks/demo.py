@@ -23,13 +23,14 @@ from transformers import AutoModelForCausalLM
 from benchmarks import report
 from benchmarks.engine_load import count_tokens, random_rollout
 from pipelinerl_core.batching.assemble import assemble_rows
-from pipelinerl_core.batching.collate import PackBatcher, num_forward_tokens
+from pipelinerl_core.batching.collate import num_forward_tokens
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.roles.runtime.inference import build_codec, model_directory
+from pipelinerl_core.roles.trainer.learners import pack_batcher
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import load_model
 from pipelinerl_core.types import Int32Array, TrainingRow
@@ -145,7 +146,7 @@ def _generate(config: RunConfig, prompts: Int32Array) -> Callable[[], object]:
 
 def _learner(config: RunConfig, rows: Sequence[TrainingRow]) -> Callable[[], object]:
     model = load_model(model_directory(config), config.dtype)
-    batcher = PackBatcher(config.trainer.pack_tokens, skips_backward=config.skips_backward)
+    batcher = pack_batcher(config)
     learner = TorchLearner(model, config, batcher=batcher)
     return lambda: learner.step(rows)
 
