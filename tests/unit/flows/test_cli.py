@@ -148,7 +148,7 @@ def test_simulate_refuses_bad_input_with_one_line(tmp_path):
     preset = ("simulate", "math-7b-16gpu")
     assert "generate on 16 of 16 GPUs, so none trains" in refused(*preset, "placement.actors=16", "--gpus", "16")
     assert "none, or one below 1" in refused(*preset, "--lengths", str(tmp_path / "lengths.json"))
-    assert "it may use 24.2 GB of A10" in refused(*preset, "placement.gpu=A10")
+    assert "it may use 24.2 GB of A10" in refused(*preset, "placement.gpu=A10", "trainer.ranks=4")
     assert "--write and --figure need --sweep" in refused(*preset, "--write", "best.toml")
     assert "--calibrate needs a configuration" in refused("simulate", "latest", "--calibrate")
 
