@@ -86,16 +86,18 @@ def packed_attention(
     is_grouped = key_BHTD.shape[1] != query_BHTD.shape[1]
     options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "enable_gqa": is_grouped}
     packed = [heads.transpose(1, 2)[0].flatten(1) for heads in (query_BHTD, key_BHTD, value_BHTD)]
-    num_heads, num_tokens, size = query_BHTD.shape[1:]
+    sizes = [heads.shape[-1] for heads in (query_BHTD, key_BHTD, value_BHTD)]  # values may have another size
+    num_heads, num_tokens = query_BHTD.shape[1:3]
     parts, start = [], 0
     for band in layout.bands:
         tokens = slice(start, start + band.num_tokens)
         queries, keys, values = (
-            _padded(table[tokens], band.slots, len(band.lengths), band.longest, size) for table in packed
+            _padded(table[tokens], band.slots, len(band.lengths), band.longest, size)
+            for table, size in zip(packed, sizes, strict=True)
         )
         if band.prefixes is not None:
-            keys = torch.cat([_prefixed(packed[1], band.prefixes, size), keys], dim=2)
-            values = torch.cat([_prefixed(packed[2], band.prefixes, size), values], dim=2)
+            keys = torch.cat([_prefixed(packed[1], band.prefixes, sizes[1]), keys], dim=2)
+            values = torch.cat([_prefixed(packed[2], band.prefixes, sizes[2]), values], dim=2)
         mask = _mask(layout, band, start, sliding_window)
         attended = scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, is_causal=mask is None, **options
@@ -103,7 +105,7 @@ def packed_attention(
         parts.append(_unpadded(attended, band.slots))
         start = tokens.stop
     attended_TF = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return attended_TF.view(1, num_tokens, num_heads, size), None
+    return attended_TF.view(1, num_tokens, num_heads, -1), None
 
 
 def _prefixed(packed_TF: Tensor, prefixes: Prefixes, size: int) -> Tensor:

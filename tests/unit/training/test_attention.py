@@ -145,9 +145,23 @@ def test_a_context_with_a_parent_attends_as_if_it_had_the_tokens_itself(name, wi
     torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-5)
 
 
-def own_heads(lengths, heads):
+def test_values_may_have_another_size_than_keys():
+    lengths, parents = (5, 3, 2), [Parent(0, 4)]
+    leaves = own_heads(lengths, (4, 4), value_size=6)
+    output, _ = ATTENTION_FUNCTIONS[PACKED_ATTENTION](
+        torch.nn.Module(), *[leaf.transpose(1, 2) for leaf in leaves], None, layout=layout_of(lengths, parents)
+    )
+    query, keys, values = (leaf[0].detach() for leaf in leaves)
+    seen = [0, 1, 2, 3, 8, 9]  # by the last token
+    weights = torch.softmax(torch.einsum("hd,khd->hk", query[9], keys[seen]) / 8**0.5, -1)
+    torch.testing.assert_close(output[0, 9], torch.einsum("hk,khd->hd", weights, values[seen]))
+    assert output.shape == (1, 10, 4, 6)
+
+
+def own_heads(lengths, heads, value_size=8):
     generator = torch.Generator().manual_seed(1)
-    shapes = [(1, sum(lengths), num, 8) for num in (heads[0], heads[1], heads[1])]
+    sizes = ((heads[0], 8), (heads[1], 8), (heads[1], value_size))
+    shapes = [(1, sum(lengths), num, size) for num, size in sizes]
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
 
 
