@@ -56,34 +56,35 @@ class Band:
 
     lengths: tuple[int, ...]
     """Own tokens of each context."""
+    width: int
+    """Y."""
     slots: Tensor
     """int64, context * Y + position: the places of their tokens."""
     prefixes: Prefixes | None = None
-    """None if the contexts have no parents."""
+    """Prefixes that are not shorter than the own tokens: keys beside those of the own tokens."""
+    copied: Tensor | None = None
+    """int64, packed tokens of shorter prefixes, once for each context: keys before those of its own tokens, and"""
+    copied_slots: Tensor | None = None
+    """int64, their places in the arrangement. Attention is then causal, without a mask, as for a context alone."""
 
     @property
     def num_tokens(self) -> int:
         """Own tokens of all contexts."""
         return self.slots.numel()
 
-    @property
-    def longest(self) -> int:
-        """Y."""
-        return max(self.lengths)
-
     def mask(self, window: int | None) -> Tensor | None:
         """Whether a query sees a key of prefix and own tokens, within the `window` newest: bool, [X, 1, Y, Z + Y], or
         [Y, Y] without prefixes. None: what is causal."""
         if self.prefixes is None:
-            is_cut = window is not None and window < self.longest
-            return window_mask(self.longest, window, self.slots.device) if is_cut else None
-        own_Y = torch.arange(self.longest, device=self.slots.device)
+            is_cut = window is not None and window < self.width
+            return window_mask(self.width, window, self.slots.device) if is_cut else None
+        own_Y = torch.arange(self.width, device=self.slots.device)
         prefix_Z = torch.arange(self.prefixes.longest, device=self.slots.device)
         ahead_XYZ = self.prefixes.lengths_X[:, None, None] + own_Y[:, None] - prefix_Z
         seen_XYZ = ahead_XYZ > own_Y[:, None]
         if window is not None:
             seen_XYZ = seen_XYZ & (ahead_XYZ < window)
-        own_YY = window_mask(self.longest, window, self.slots.device)
+        own_YY = window_mask(self.width, window, self.slots.device)
         return torch.cat([seen_XYZ, own_YY.expand(len(self.lengths), -1, -1)], dim=2)[:, None]
 
     def to(self, device: torch.device) -> "Band":
@@ -168,23 +169,46 @@ def _keys(starts_K: Int64Array, lengths_K: Int64Array, parents: Sequence[Parent]
 
 
 def _bands(lengths_K: Int64Array, starts_K: Int64Array, parents: Sequence[Parent]) -> tuple[Band, ...]:
-    """With parents, a band ends where the lengths have halved: rollouts of one prompt differ more than neighbours in
-    a pack of rollouts by length."""
+    """With parents, a band ends where lengths or prefixes have halved: rollouts of one prompt differ more than
+    neighbours in a pack of rollouts by length."""
     if not parents:
-        return (Band(lengths=tuple(lengths_K.tolist()), slots=_padded_slots(lengths_K)),)
+        return (_band(lengths_K),)
     num_roots = len(lengths_K) - len(parents)
+    prefix_K = np.array([1] * num_roots + [parent.num_tokens for parent in parents])
     bands, begin = [], 0
     for context in range(1, len(lengths_K) + 1):
-        is_end = context in (num_roots, len(lengths_K)) or not (
-            0.5 * lengths_K[begin] <= lengths_K[context] <= 2 * lengths_K[begin]
+        is_end = context in (num_roots, len(lengths_K)) or any(
+            max(sizes[context], sizes[begin]) > 2 * min(sizes[context], sizes[begin])
+            for sizes in (lengths_K, prefix_K)
         )
         if is_end:
             own = parents[begin - num_roots : context - num_roots] if begin >= num_roots else ()
-            lengths_X = lengths_K[begin:context]
-            prefixes = _prefixes(starts_K, own) if own else None
-            bands.append(Band(lengths=tuple(lengths_X.tolist()), slots=_padded_slots(lengths_X), prefixes=prefixes))
+            bands.append(
+                _continued(lengths_K[begin:context], starts_K, own) if own else _band(lengths_K[begin:context])
+            )
             begin = context
     return tuple(bands)
+
+
+def _band(lengths_X: Int64Array) -> Band:
+    return Band(lengths=tuple(lengths_X.tolist()), width=int(lengths_X.max()), slots=_padded_slots(lengths_X))
+
+
+def _continued(lengths_X: Int64Array, starts_K: Int64Array, parents: Sequence[Parent]) -> Band:
+    """The band of contexts with these parents. Queries of the prefix cost less than a mask if the prefix is short."""
+    prefix_X = np.array([parent.num_tokens for parent in parents])
+    if prefix_X.max() > lengths_X.max():
+        return replace(_band(lengths_X), prefixes=_prefixes(starts_K, parents))
+    width = int((prefix_X + lengths_X).max())
+    rows_X = np.arange(len(parents)) * width
+    copied = [starts_K[parent.context] + np.arange(parent.num_tokens) for parent in parents]
+    return Band(
+        lengths=tuple(lengths_X.tolist()),
+        width=width,
+        slots=torch.from_numpy(_ranges(rows_X + prefix_X, lengths_X)),
+        copied=torch.from_numpy(np.concatenate(copied)),
+        copied_slots=torch.from_numpy(_ranges(rows_X, prefix_X)),
+    )
 
 
 def _prefixes(starts_K: Int64Array, parents: Sequence[Parent]) -> Prefixes:
@@ -205,9 +229,14 @@ def _prefixes(starts_K: Int64Array, parents: Sequence[Parent]) -> Prefixes:
 
 def _padded_slots(lengths_K: Int64Array) -> Tensor:
     """int64, context * longest + position of each token of contexts of these lengths."""
-    starts_K = np.cumsum(lengths_K) - lengths_K
-    shifts_K = np.arange(len(lengths_K)) * int(lengths_K.max()) - starts_K
-    return torch.from_numpy(np.repeat(shifts_K, lengths_K) + np.arange(int(lengths_K.sum())))
+    return torch.from_numpy(_ranges(np.arange(len(lengths_K)) * int(lengths_K.max()), lengths_K))
+
+
+def _ranges(starts_K: Int64Array, lengths_K: Int64Array) -> Int64Array:
+    """All integers from each start on, as many as each length says."""
+    shifts_K = starts_K - (np.cumsum(lengths_K) - lengths_K)
+    integers: Int64Array = np.repeat(shifts_K, lengths_K) + np.arange(int(lengths_K.sum()))
+    return integers
 
 
 def _on(device: torch.device, layout: Any) -> dict[str, Any]:
@@ -284,6 +313,11 @@ class PackedBatch:
     def num_tokens(self) -> int:
         """T."""
         return self.input_ids_T.numel()
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of its contexts if each had the tokens of its parent itself."""
+        return self.num_tokens + sum(parent.num_tokens for parent in self.layout.parents)
 
     def to(self, device: torch.device) -> "PackedBatch":
         """The same pack on a device; itself when it is there already."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pipelinerl_core.algo.packed import PackedBatch, Parent, layout_of
 from pipelinerl_core.algo.staleness import token_versions
-from pipelinerl_core.batching.pack import MOST_OVER_LONGEST, Packing, pack, share
+from pipelinerl_core.batching.pack import MOST_KEYS, MOST_OVER_LONGEST, Packing, pack, share
 from pipelinerl_core.types import Rollout, TrainingRow
 
 Int64Array = NDArray[np.int64]
@@ -83,8 +83,8 @@ class PackBatcher:
     def _units(self, rows: Sequence[TrainingRow], part: Sequence[int], ranks: int = 1) -> list[list[int]]:
         """The rows that go into a pack together: each alone, or those of a group and prompt, the longest first.
 
-        Rows that exceed the budget together are several units; with several ranks, no unit has more than the tokens
-        of a rank.
+        Rows that exceed the budget together are several units, so are rows that copy too many keys of their prompt;
+        with several ranks, no unit has more than the tokens of a rank.
         """
         if not self._shares_prompts:
             return [[index] for index in part]
@@ -101,10 +101,14 @@ class PackBatcher:
             family.sort(key=lambda index: -num_forward_tokens(rows[index].rollout))
             # A prompt of about the budget would be computed once per rollout.
             budget = max(limit, int(MOST_OVER_LONGEST * num_forward_tokens(rows[family[0]].rollout)))
+            prompt = len(rows[family[0]].rollout.prompt_token_ids)
+            tokens = keys = 0
             for index in family:
-                if unit and self._lengths(rows, [[*unit, index]])[0] > budget:
+                length = num_forward_tokens(rows[index].rollout)
+                tokens, keys = tokens + length - (prompt if unit else 0), keys + length
+                if unit and (tokens > budget or keys > MOST_KEYS * tokens):
                     units.append(unit)
-                    unit = []
+                    unit, tokens, keys = [], length, length
                 unit.append(index)
             units.append(unit)
         return units
@@ -217,7 +221,7 @@ class _Context(NamedTuple):
 
 
 def _contexts(rollouts: Sequence[Rollout], *, shares_prompts: bool) -> list[_Context]:
-    """All contexts of the rollouts; if some continue another one, these last, both kinds from long to short."""
+    """All contexts of the rollouts; if some continue another one, these last, by prefix; both from long to short."""
     roots: list[_Context] = []
     continued: list[_Context] = []
     with_prompt: dict[tuple[int, bytes], int] = {}
@@ -236,7 +240,8 @@ def _contexts(rollouts: Sequence[Rollout], *, shares_prompts: bool) -> list[_Con
         return roots
     order = sorted(range(len(roots)), key=lambda index: -len(roots[index].tokens))
     place = {index: number for number, index in enumerate(order)}
-    continued.sort(key=lambda context: -len(context.tokens))
+    # Prefixes within a power of two are neighbours, because attention pads them in a band to the longest.
+    continued.sort(key=lambda context: (-context.first.bit_length(), -len(context.tokens)))
     return [roots[index] for index in order] + [
         context._replace(parent=place[context.parent]) for context in continued
     ]

@@ -9,6 +9,9 @@ Packing = Literal["sorted", "filled"]
 MOST_OVER_LONGEST = 1.25
 """Most tokens of rollouts with one prompt in a pack that exceeds its budget, over those of the longest rollout."""
 
+MOST_KEYS = 8
+"""Keys of rollouts with one prompt in a pack, the copies of the prompt's included, over their tokens."""
+
 # With packing=filled, a pack above this share of its budget takes no shorter sequences. With 1.0 packs are 1 to 2 %
 # fuller, and attention adds 1.3 to 1.9 times as much padding (512 lognormal lengths;
 # docs/results/learner.md has 0.9).

@@ -201,8 +201,8 @@ class Settings(Section):
 
     @property
     def skips_forward(self) -> bool:
-        """Whether they are not computed at all."""
-        return self.skips_backward and not self.trainer.score_zero_advantage
+        """Whether they are not computed at all. learner.ess_scaling needs the ratios of all rollouts."""
+        return self.skips_backward and not self.trainer.score_zero_advantage and not self.learner.ess_scaling
 
     @property
     def stays_on_cpu(self) -> bool:

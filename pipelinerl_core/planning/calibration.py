@@ -107,6 +107,11 @@ class Calibration:
         return warnings
 
 
+def _row_tokens(commit: Commit) -> float:
+    """Tokens of all rollouts of a step, prompts included; those that were not computed count as the others."""
+    return commit.metrics.get("train/tokens", 0.0) / (commit.metrics.get("train/computed_fraction") or 1.0)
+
+
 def calibrate(facts: RunFacts, *others: RunFacts, cores: int = 0) -> Calibration:
     """Speeds and work of a recorded run. Raises ConfigError if the run has too few steps for a measurement.
 
@@ -126,7 +131,7 @@ def calibrate(facts: RunFacts, *others: RunFacts, cores: int = 0) -> Calibration
         raise ConfigError(f"{facts.run.run_id}: no actor has reported two samples. Calibrate from a longer run")
     trained = [commit for part in parts for commit in part]
     train = _line(
-        np.array([commit.metrics.get("train/tokens", 0.0) for commit in trained]),
+        np.array([_row_tokens(commit) for commit in trained]),
         np.array([commit.computed_at - commit.reserved_at for commit in trained]),
     )
     lengths = np.concatenate([step.lengths for step in steps])
@@ -135,7 +140,7 @@ def calibrate(facts: RunFacts, *others: RunFacts, cores: int = 0) -> Calibration
     if not groups:
         raise ConfigError(f"{facts.run.run_id}: no completion has a token. Calibrate from another run")
     measured = {step.step for step in steps}
-    tokens = sum(commit.metrics.get("train/tokens", 0.0) for commit in kept if commit.step in measured)
+    tokens = sum(_row_tokens(commit) for commit in kept if commit.step in measured)
     swaps = [swap.pause_seconds for commit in kept for swap in commit.swaps]
     commit_seconds = float(np.median([commit.committed_at - commit.computed_at for commit in kept]))
     work = Work(

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import Tracker
 from pipelinerl_core.run.context import log_directory
 from pipelinerl_core.run.local_files import parent_of
@@ -86,16 +87,20 @@ def open_tracker(
         )
         mlflow = MlflowRef(uri=uri, run_id=tracker.run_id)
     if config.tracking.wandb:
-        tracker = WandbTracker(
-            tracker,
-            run_id,
-            config.tracking.experiment,
-            directory=log_directory(url, run_id),
-            tags=tags,
-            config=config.model_dump(mode="json"),
-            has_inner=mlflow is not None,
-            is_required=record is None,
-        )
+        try:
+            tracker = WandbTracker(
+                tracker,
+                run_id,
+                config.tracking.experiment,
+                directory=log_directory(url, run_id),
+                tags=tags,
+                config=config.model_dump(mode="json"),
+                has_inner=mlflow is not None,
+                is_required=record is None,
+            )
+        except ConfigError:
+            tracker.close("FAILED")
+            raise
     return tracker, mlflow
 
 

@@ -173,8 +173,13 @@ _DECLARED = (
     Metric("train/loss", "loss", "sum of loss_weight * loss over tokens", "The objective of the step."),
     Metric("train/grad_norm", "norm", "global norm", "Before clipping."),
     Metric("train/learning_rate", "rate", "value", "Of the step, with the factor of learner.ess_scaling."),
-    Metric("train/tokens", "tokens", "sum", "Tokens of the forward pass, prompts included."),
-    Metric("train/trained_tokens", "tokens", "sum", "Completion tokens with a gradient."),
+    Metric("train/tokens", "tokens", "sum", "Tokens of the computed rollouts, the prompt of each included."),
+    Metric("train/rollouts", "rollouts", "count",
+           "Rollouts that the learner computed; its metrics (importance, policy, mismatch, ages by length) are means "
+           "over them. Without trainer.score_zero_advantage, rollouts without an advantage are left out, unless all "
+           "are."),
+    Metric("train/computed_fraction", "share", "of the step's rollouts", "Those that the learner computed."),
+    Metric("train/trained_tokens", "tokens", "sum", "Completion tokens with a gradient, of the computed rollouts."),
     Metric("train/masked_stale_tokens", "tokens", "sum", "Sampled tokens that the lag rule masked."),
     Metric("train/pack_fill", "share", "used over budget of the packs", "How full the forward passes were."),
     Metric("train/quarantined_groups", "groups", "sum",
@@ -377,6 +382,8 @@ def step_metrics(
         "progress/tokens": tokens,
         "progress/seconds": seconds,
     }
+    if rows and "train/rollouts" in learned:
+        values["train/computed_fraction"] = learned["train/rollouts"] / len(rows)
     return finite({**learned, **values})
 
 

@@ -84,8 +84,11 @@ def _prompts(config: RunConfig) -> str:
 
 def _first_base(base: Path) -> str:
     """The starting model of the run that wrote the directory, or of the run before it, and so on."""
-    while (base / EXPORT_ORIGIN).is_file():
-        base = Path(json.loads((base / EXPORT_ORIGIN).read_text(encoding="utf-8"))["starting_model"])
+    seen: set[Path] = set()
+    while (base / EXPORT_ORIGIN).is_file() and base not in seen:
+        seen.add(base)
+        origin = json.loads((base / EXPORT_ORIGIN).read_text(encoding="utf-8"))
+        base = Path(origin.get("starting_model", base))
     return str(base) if not base.is_absolute() else base.name
 
 

@@ -92,8 +92,8 @@ def packed_attention(
     for band in layout.bands:
         tokens = slice(start, start + band.num_tokens)
         queries, keys, values = (
-            _padded(table[tokens], band.slots, len(band.lengths), band.longest, size)
-            for table, size in zip(packed, sizes, strict=True)
+            _padded(*_rows(table, tokens, band, with_copies=place > 0), len(band.lengths), band.width, size)
+            for place, (table, size) in enumerate(zip(packed, sizes, strict=True))
         )
         if band.prefixes is not None:
             keys = torch.cat([_prefixed(packed[1], band.prefixes, sizes[1]), keys], dim=2)
@@ -106,6 +106,14 @@ def packed_attention(
         start = tokens.stop
     attended_TF = torch.cat(parts) if len(parts) > 1 else parts[0]
     return attended_TF.view(1, num_tokens, num_heads, -1), None
+
+
+def _rows(packed_TF: Tensor, own: slice, band: Band, *, with_copies: bool) -> tuple[Tensor, Tensor]:
+    """[tokens, F] of a band, with those that it copies from parents, and their slots."""
+    if band.copied is None or band.copied_slots is None or not with_copies:
+        return packed_TF[own], band.slots
+    tokens = torch.cat([packed_TF[own], packed_TF.index_select(0, band.copied)])
+    return tokens, torch.cat([band.slots, band.copied_slots])
 
 
 def _prefixed(packed_TF: Tensor, prefixes: Prefixes, size: int) -> Tensor:

@@ -31,7 +31,15 @@ _OPTIONAL = {
     "negative_masked": "control/negative_masked_fraction",
 }
 _OF_PACK = ("loss", "num_trained", "ratio", "clipped", "kl", "entropy", *_OPTIONAL)
-_KNOWN = ("num_sampled", "num_tokens", "budget_tokens", "num_packs", *(f"with_{name}" for name in _OPTIONAL))
+_KNOWN = (
+    "num_rollouts",
+    "num_sampled",
+    "num_tokens",
+    "packed_tokens",
+    "budget_tokens",
+    "num_packs",
+    *(f"with_{name}" for name in _OPTIONAL),
+)
 _FINITE = ("train/loss", "train/grad_norm", "importance/kl", "importance/ess", "importance/ess_sequence")
 
 
@@ -59,7 +67,9 @@ class StepSums:
         if batch.is_empty:
             return
         self.known["num_sampled"] += len(entropy_N)
-        self.known["num_tokens"] += batch.num_tokens
+        self.known["num_rollouts"] += batch.num_sequences
+        self.known["num_tokens"] += batch.row_tokens
+        self.known["packed_tokens"] += batch.num_tokens
         self.known["budget_tokens"] += max(batch.num_tokens, self.pack_tokens)
         self.known["num_packs"] += 1
         of_pack = [sums.loss, sums.num_tokens, sums.ratio, sums.clipped, sums.kl, entropy_N.sum()]
@@ -119,7 +129,8 @@ class StepSums:
             "train/tokens": total["num_tokens"],
             "train/trained_tokens": total["num_trained"],
             "train/num_packs": total["num_packs"],
-            "train/pack_fill": total["num_tokens"] / max(1.0, total["budget_tokens"]),
+            "train/rollouts": total["num_rollouts"],
+            "train/pack_fill": total["packed_tokens"] / max(1.0, total["budget_tokens"]),
         }
         for name, metric in _OPTIONAL.items():
             if total[f"with_{name}"]:

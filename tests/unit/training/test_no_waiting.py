@@ -91,7 +91,7 @@ def test_a_step_asks_once():
         patch.setattr(torch.Tensor, "tolist", lambda tensor: asked.append(tuple(tensor.shape)) or tolist(tensor))
         learner.step_packs(packs)
     # All figures and the gradient's norm at once. Vectors of 3 are made of the answer, on the host (total_ess).
-    assert [sizes for sizes in asked if sizes != (3,)] == [(1, 356)]
+    assert [sizes for sizes in asked if sizes != (3,)] == [(1, 358)]
 
 
 class Recorded:
