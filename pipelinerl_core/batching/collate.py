@@ -187,8 +187,9 @@ def collate(rows: Sequence[TrainingRow], indices: Sequence[int], *, shares_promp
     for context, start in zip(contexts, starts[:-1], strict=True):
         size = context.end - context.begin
         # The token before the first own token is the last of the prompt. Nothing predicts the first token of a
-        # branch, which was not sampled: the token before it in the pack stands in.
-        sources[context.row][context.begin : context.end] = start + len(context.tokens) - size + np.arange(size)
+        # branch, which was not sampled: the token before it in the pack stands in, or the pack's first.
+        before = start + len(context.tokens) - size + np.arange(size)
+        sources[context.row][context.begin : context.end] = np.maximum(before, 0)
         if context.parent >= 0:
             sources[context.row][context.begin] = starts[context.parent] + context.first - 1
     return PackedBatch(

@@ -99,6 +99,19 @@ def test_losses_gradients_and_log_probabilities_are_those_of_single_rollouts(row
         assert len({len(packs) for packs in plan}) == 1
 
 
+def test_a_branch_that_begins_the_pack_is_scored():
+    """A scored rollout has a place for each completion token, also for the first of a branch, which nothing predicts."""
+    rng = np.random.default_rng(0)
+    made = [build_rollout(rng, rollout_index=index, num_tokens=30, prompt_tokens=3) for index in range(2)]
+    made = [replace(rollout, prompt_token_ids=made[0].prompt_token_ids, branch_starts=(4,)) for rollout in made]
+    (pack,) = PackBatcher(2048, shares_prompts=True).rollouts(made)
+    (alone,) = PackBatcher(2048).rollouts(made)
+    assert pack.layout.lengths[0] == 25  # a branch, the longest context
+    known = np.delete(np.arange(60), [4, 34])
+    scored, wanted = (hidden_states(EXACT, batch)[known] for batch in (pack, alone))
+    torch.testing.assert_close(scored, wanted, rtol=1e-9, atol=1e-9)
+
+
 def one_group(num=4, prompt_tokens=5):
     rng = np.random.default_rng(0)
     made = [
