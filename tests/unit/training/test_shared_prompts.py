@@ -100,7 +100,7 @@ def test_losses_gradients_and_log_probabilities_are_those_of_single_rollouts(row
 
 
 def test_a_branch_that_begins_the_pack_is_scored():
-    """A scored rollout has a place for each completion token, also for the first of a branch, which nothing predicts."""
+    """Scoring has a place for each completion token, also for the first of a branch, which nothing predicts."""
     rng = np.random.default_rng(0)
     made = [build_rollout(rng, rollout_index=index, num_tokens=30, prompt_tokens=3) for index in range(2)]
     made = [replace(rollout, prompt_token_ids=made[0].prompt_token_ids, branch_starts=(4,)) for rollout in made]
