@@ -7,8 +7,8 @@ A context may continue the first tokens of another context, its parent: rollouts
 the pack once. Contexts without a parent come first.
 
 Shapes: T = packed tokens, S = sequences, one per rollout, K = contexts, one per sequence and one per branch of it,
-N = sampled tokens, those whose log-probability matters, M = those of them that are trained. Of a band of contexts:
-X = contexts, Y = longest, U = parents, Z = longest prefix.
+N = sampled tokens, whose log-probability matters, M = sampled tokens that are trained. In a band: X = contexts, Y =
+width of their arrangement, U = parents, Z = longest prefix.
 """
 
 from collections.abc import Sequence
@@ -61,11 +61,12 @@ class Band:
     slots: Tensor
     """int64, context * Y + position: the places of their tokens."""
     prefixes: Prefixes | None = None
-    """Prefixes that are not shorter than the own tokens: keys beside those of the own tokens."""
+    """Set if prefixes are longer than own tokens: their keys and values are an arrangement of their own."""
     copied: Tensor | None = None
-    """int64, packed tokens of shorter prefixes, once for each context: keys before those of its own tokens, and"""
+    """int64. Set if prefixes are shorter than own tokens: the packed tokens of the prefix of each context. Their keys
+    and values are copied into the arrangement, so that causal attention needs no mask."""
     copied_slots: Tensor | None = None
-    """int64, their places in the arrangement. Attention is then causal, without a mask, as for a context alone."""
+    """int64, the places of `copied` in the arrangement."""
 
     @property
     def num_tokens(self) -> int:
@@ -95,7 +96,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Keys:
-    """The keys of all contexts of a pack one after the other, each with those of its prefix first."""
+    """The keys of a pack for flash attention: for each context those of its prefix, then its own."""
 
     tokens: Tensor
     """int64, the packed token of each key."""

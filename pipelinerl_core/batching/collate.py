@@ -81,10 +81,11 @@ class PackBatcher:
         return parts[:1] if self._skips_forward else parts
 
     def _units(self, rows: Sequence[TrainingRow], part: Sequence[int], ranks: int = 1) -> list[list[int]]:
-        """The rows that go into a pack together: each alone, or those of a group and prompt, the longest first.
+        """Units of rows; a pack takes whole units. A unit is a row, or rows of a group with one prompt, the
+        longest first.
 
-        Rows that exceed the budget together are several units, so are rows that copy too many keys of their prompt;
-        with several ranks, no unit has more than the tokens of a rank.
+        A group is several units if its rows exceed the budget, copy too many keys of the prompt, or, with several
+        ranks, exceed the share of a rank.
         """
         if not self._shares_prompts:
             return [[index] for index in part]

@@ -7,10 +7,10 @@ from typing import Literal
 Packing = Literal["sorted", "filled"]
 
 MOST_OVER_LONGEST = 1.25
-"""Most tokens of rollouts with one prompt in a pack that exceeds its budget, over those of the longest rollout."""
+"""Rollouts of one prompt may exceed the budget of a pack, up to this multiple of the longest rollout."""
 
 MOST_KEYS = 8
-"""Keys of rollouts with one prompt in a pack, the copies of the prompt's included, over their tokens."""
+"""Rollouts that share a prompt have at most this multiple of their tokens as keys; each copies the prompt's keys."""
 
 # With packing=filled, a pack above this share of its budget takes no shorter sequences. With 1.0 packs are 1 to 2 %
 # fuller, and attention adds 1.3 to 1.9 times as much padding (512 lognormal lengths;

@@ -49,7 +49,6 @@ class WandbTracker:
         self._has_inner = has_inner
         self._table: tuple[Sequence[str], Sequence[Sequence[Any]]] | None = None
         self._run: Any = None
-        self.page = inner.page
         try:
             self._run = _init(run_id, project, directory, {**redact(flatten(config)), **redact(dict(tags))})
         except Exception as error:  # noqa: BLE001 (whatever wandb's client raises)
@@ -58,8 +57,12 @@ class WandbTracker:
                 raise ConfigError(f"tracking.wandb=true: {reason} Or set WANDB_MODE=offline") from None
             logger.warning("%s; this start of the run is not logged there", reason)
         self._logged = self._last_logged() if self._run else NO_STEP
-        if self._run and not self._run.offline:
-            self.page = self.page or self._run.url
+        self._own_page: str | None = self._run.url if self._run and not self._run.offline else None
+
+    @property
+    def page(self) -> str | None:
+        """Page of the run: MLflow's, which may be known later or change; else wandb's."""
+        return self._inner.page or self._own_page
 
     @property
     def logged(self) -> LoggedStep | None:

@@ -5,7 +5,7 @@ All other layers treat every packed token alike. Attention has three kinds:
     padded   scatter queries, keys and values into one padded row per sequence, run torch's causal kernel, gather the
              results. Padding is right of the real tokens, so causal attention already excludes padding.
              Any device and type; cost S * L^2. A sliding window is a mask of this kernel. Contexts that continue
-             others are calls of their own, by length, with the keys and values of their prefix, and a mask.
+             others are further calls, one for similar lengths, with copies of the keys and values of their prefix.
     float32  padded attention with queries, keys and values in float32, for models in bfloat16 on a CPU. The backward
              pass of torch's kernel is slow there in bfloat16: one layer forward and backward takes 89 ms, in float32
              22 ms (32 sequences of 41 tokens, 9 heads of size 64, one core with avx512_bf16).

@@ -166,7 +166,7 @@ def own_heads(lengths, heads, value_size=8):
 
 
 def copies(lengths, parents):
-    """The packed tokens of each context, with those of its prefix before its own."""
+    """For each context the packed tokens of its prefix, then its own packed tokens."""
     starts = np.cumsum([0, *lengths])
     prefixes = [()] * (len(lengths) - len(parents)) + [
         starts[context] + np.arange(num_tokens) for context, num_tokens in parents

@@ -1,4 +1,4 @@
-"""A prompt that is computed once for its rollouts: losses, gradients and metrics are those of each rollout alone."""
+"""Rollouts that share a prompt have the losses, gradients and metrics that they have without sharing."""
 
 from dataclasses import replace
 
