@@ -26,10 +26,10 @@ from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.runtime.inference import base_weights, model_directory
 from pipelinerl_core.roles.runtime.process import exit_codes, limit_threads
 from pipelinerl_core.roles.trainer.learners import build_alone
-from pipelinerl_core.run.records import ADAPTERS_FILE, WEIGHTS_FILE
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.weights.files import serialize
-from pipelinerl_core.weights.publish import WeightPublisher, shm_directory
+from pipelinerl_core.weights.files import take_snapshot
+from pipelinerl_core.weights.memory import shm_directory
+from pipelinerl_core.weights.publish import WeightPublisher
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 CONTENTS = ("merged", "adapters")
@@ -42,9 +42,8 @@ def measure(config: RunConfig, versions: int) -> dict[str, Any]:
     run_id = f"bench-adapters-{os.getpid()}"
     learner = build_alone(config)
     engine = load_engine(model_directory(config), config, max_prompt_tokens=1)
-    name = ADAPTERS_FILE if config.weights.content == "adapters" else WEIGHTS_FILE
     store = open_store(f"memory://{run_id}")
-    publisher = WeightPublisher(store, run_id=run_id, epoch=1, use_shm=True, file_name=name)
+    publisher = WeightPublisher(store, run_id=run_id, epoch=1, use_shm=True)
     subscriber = WeightSubscriber(store, base_weights(config))
     times: dict[str, list[float]] = {stage: [] for stage in STAGES}
 
@@ -52,9 +51,9 @@ def measure(config: RunConfig, versions: int) -> dict[str, Any]:
         num_bytes = 0
         for version in range(versions + 1):
             with _timed(times["snapshot"]):
-                weights = learner.weights()
+                weights = take_snapshot(learner, publisher.memory)
             with _timed(times["publish"]):
-                manifest = publisher.publish_bytes(version, serialize(weights), durable=False)
+                manifest = publisher.publish(version, weights, durable=False)
             del weights
             with _timed(times["take"]):
                 update = subscriber.fetch(manifest)

@@ -67,7 +67,7 @@ def _commit(step: int, at: float, reward: float | None, samples: float) -> Commi
         step=step,
         epoch=0,
         batches=(),
-        weights_sha256="",
+        weights_digest="",
         manifest=None,
         checkpoint=None,
         metrics=metrics,

@@ -6,7 +6,7 @@ PipelineRLError
  +-- StoreError             the object store refused or lost something
  |    +-- MissingObject     an object that a manifest or commit names does not exist
  |    +-- BrokenRecord      a record of a run is broken, or of another format version
- |    +-- ChecksumMismatch  bytes differ from the sha256 recorded for them
+ |    +-- ChecksumMismatch  bytes differ from the digest recorded for them
  |    +-- StoreUnavailable  the store does not answer now; the run can be resumed when the store is back
  +-- StreamError            the channel between a role and the hub
  |    +-- SchemaMismatch    rows of another major schema version, or malformed
@@ -62,7 +62,7 @@ class BrokenRecord(StoreError):
 
 
 class ChecksumMismatch(StoreError):
-    """The bytes of an object differ from their recorded sha256."""
+    """The bytes of an object differ from their recorded digest."""
 
 
 class StoreUnavailable(StoreError):

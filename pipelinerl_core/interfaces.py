@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import torch
 
+    from pipelinerl_core.algo.adapters import AdapterNote
     from pipelinerl_core.messages import Answer, Group, Request
 
 
@@ -56,7 +57,7 @@ class WeightUpdate:
     is_partial: bool = False
     """True: weights without a tensor keep their values. False: `tensors` contains all weights."""
     path: str | None = None
-    """The safetensors file on this host that the tensors were read from; may be deleted, but never changes."""
+    """The safetensors file on this host that the tensors are views of; it does not change while they exist."""
     group: int = 0
     """Number of the broadcast group from which the engine receives the weights (`tensors` is empty); 0: none."""
     broadcast_index: int = 0
@@ -64,12 +65,20 @@ class WeightUpdate:
 
 
 class TensorMeta(NamedTuple):
-    """Name, type and shape of one weight of a broadcast."""
+    """Name, type and shape of one weight."""
 
     name: str
     dtype: str
     """torch's name without "torch."."""
     shape: tuple[int, ...]
+
+
+class WeightLayout(NamedTuple):
+    """What a learner publishes, known before the first step."""
+
+    metas: tuple[TensorMeta, ...]
+    note: "AdapterNote | None" = None
+    """Of adapters; None: all weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +183,7 @@ class Rescorer(Protocol):
     def trained_weights(self, published: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
         """The weights that training changes, by name, for `set_trained_weights`; adapters alone if there are any.
 
-        published: the newest result of `Learner.weights`; tensors of the result may be shared with it.
+        published: the weights that were published last; tensors of the result may be shared with them.
         """
 
     def set_trained_weights(self, weights: "Mapping[str, torch.Tensor]") -> None:
@@ -204,8 +213,11 @@ class Learner(Protocol):
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
         """Log-probability under the current weights of every completion token, one array per rollout."""
 
-    def weights(self) -> "dict[str, torch.Tensor]":
-        """A copy of the weights on the CPU, by parameter name."""
+    def layout(self) -> WeightLayout:
+        """Names, types and shapes of the weights. With several ranks, this and `weights` are for rank 0 only."""
+
+    def weights(self, targets: "Mapping[str, torch.Tensor]") -> None:
+        """Copy every weight of the layout into the tensor of its name, on the CPU."""
 
     def state(self) -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
         """A copy of the state for a checkpoint: tensors, and JSON values."""
@@ -398,11 +410,11 @@ class Tracker(Protocol):
         """Metrics that the buffer still takes."""
 
     def log(
-        self, step: int, metrics: Mapping[str, float], *, at: float | None = None, weights_sha256: str = ""
+        self, step: int, metrics: Mapping[str, float], *, at: float | None = None, weights_digest: str = ""
     ) -> None:
         """Buffer metrics of one step; never blocks on the network.
 
-        at: Unix seconds. weights_sha256: of a training step, which is then `logged`.
+        at: Unix seconds. weights_digest: of a training step, which is then `logged`.
         """
 
     def start_over(self, step: int) -> None:

@@ -99,7 +99,7 @@ class LoggedStep(NamedTuple):
     """The newest training step whose metrics a tracker has."""
 
     step: int
-    weights_sha256: str
+    weights_digest: str
     """The weights after the step: two timelines of one run have different weights at the same step."""
 
 
@@ -404,7 +404,8 @@ class FileEntry:
 
     name: str
     size: Count
-    sha256: str
+    digest: str
+    """BLAKE3 of the bytes, 64 hexadecimal digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -419,7 +420,7 @@ class WeightManifest:
     key: str | None
     """Prefix of the durable copy in the object store, relative to the run; None without a durable copy."""
     shm: str | None
-    """Directory of the copy in shared memory on `host`; None without such a copy."""
+    """File of the copy in shared memory on `host`; None without such a copy."""
     host: str
     published_at: Seconds
     """Unix seconds."""

@@ -301,7 +301,7 @@ def version_rows(commits: list[Commit]) -> list[dict[str, Any]]:
             "swaps": len(pauses.get(commit.step, ())),
             "worst_pause_ms": _rounded(max(pauses[commit.step]) * 1e3) if commit.step in pauses else None,
             "megabytes": _rounded(commit.manifest.num_bytes / 1e6) if commit.manifest else None,
-            "sha256": commit.weights_sha256[:12],
+            "sha256": commit.weights_digest[:12],
         }
         for commit in commits
     ]

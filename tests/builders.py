@@ -85,7 +85,7 @@ def hub_record(**values: Any) -> HubRecord:
 
 def commit_record(step: int, epoch: int = 1, **values: Any) -> Commit:
     """A commit of a step that trained no rows and published nothing."""
-    fields = {"run_id": "run", "batches": (), "weights_sha256": "", "manifest": None, "checkpoint": None}
+    fields = {"run_id": "run", "batches": (), "weights_digest": "", "manifest": None, "checkpoint": None}
     times = {"reserved_at": 0.0, "computed_at": 0.0, "committed_at": 0.0}
     return Commit(step=step, epoch=epoch, **(fields | times | values))
 

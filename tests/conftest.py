@@ -166,7 +166,7 @@ def store() -> MemoryStore:
 def shm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty directory in place of shared memory, for the weights of this process."""
     (tmp_path / "shm").mkdir()
-    for module in ("publish", "staging"):
+    for module in ("publish", "memory", "staging"):
         monkeypatch.setattr(f"pipelinerl_core.weights.{module}.SHM_ROOT", tmp_path / "shm")
     return tmp_path / "shm"
 

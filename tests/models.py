@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from pipelinerl_core.types import Completion, Float32Array
+from pipelinerl_core.interfaces import Learner
+from pipelinerl_core.types import Completion, Float32Array, WeightManifest
+from pipelinerl_core.weights.files import snapshot_of, take_snapshot
+from pipelinerl_core.weights.publish import WeightPublisher
 
 VOCAB_SIZE = 19
 
@@ -97,3 +100,20 @@ def reference_logprobs(
         row = torch.log_softmax(output.logits[0, -1].float() / temperature, dim=-1)
         logprobs.append(float(row[sequence[num_known]]))
     return np.array(logprobs, np.float32)
+
+
+def published_by(learner: Learner) -> Mapping[str, Tensor]:
+    """A copy of the weights that a learner publishes; `Adapters` if it publishes adapters."""
+    return take_snapshot(learner).tensors
+
+
+def file_of(tensors: Mapping[str, Tensor]) -> bytes:
+    """The bytes of a weights file."""
+    return bytes(snapshot_of(tensors).data)
+
+
+def publish(
+    publisher: WeightPublisher, version: int, tensors: Mapping[str, Tensor], *, durable: bool
+) -> WeightManifest:
+    """Publish some weights."""
+    return publisher.publish(version, snapshot_of(tensors, publisher.memory), durable=durable)

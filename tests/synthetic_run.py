@@ -28,6 +28,7 @@ from pipelinerl_core.run.records import (
     epoch_key,
     eval_key,
 )
+from pipelinerl_core.storage.digests import entry_of
 from pipelinerl_core.types import (
     FileEntry,
     FinishReason,
@@ -136,7 +137,7 @@ def put_batch(store: ObjectStore, step: int, epoch: int, rows: Sequence[Training
     data = batch_bytes("synthetic", step, rows)
     key = batch_key(step, epoch, 0)
     store.put(key, data)
-    return (FileEntry(name=key, size=len(data), sha256=hashlib.sha256(data).hexdigest()),)
+    return (entry_of(key, data),)
 
 
 def make_commit(step: int, *, epoch: int = TRAINER_EPOCH, reserved_at: float | None = None) -> Commit:
@@ -147,11 +148,11 @@ def make_commit(step: int, *, epoch: int = TRAINER_EPOCH, reserved_at: float | N
         step=step,
         epoch=epoch,
         batches=(),
-        weights_sha256=hashlib.sha256(f"{step}".encode()).hexdigest(),
+        weights_digest=hashlib.sha256(f"{step}".encode()).hexdigest(),
         manifest=WeightManifest(
             version=step,
             epoch=epoch,
-            files=(FileEntry(name="model.safetensors", size=2_400_000, sha256="0" * 64),),
+            files=(FileEntry(name="model.safetensors", size=2_400_000, digest="0" * 64),),
             key=None,
             shm="pipelinerl",
             host="localhost",

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+
 from pipelinerl_core.comparison.analysis import has_reached
 from pipelinerl_core.comparison.plan import MARGIN
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.weights.files import serialize
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class Recorder:
     def _add_point(self, model: Any, reward: float | None) -> None:
         step = len(self._rewards)
         weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        (self._out / weights_file(step)).write_bytes(serialize(weights))
+        save_file(weights, self._out / weights_file(step))
         point = {"step": step, "seconds": self._seconds, "samples": step * self._samples_per_step, "reward": reward}
         self._document["points"].append(point)
         self._document["rewards"] = self._rewards

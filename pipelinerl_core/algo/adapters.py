@@ -23,7 +23,7 @@ class AdapterNote:
     """s."""
     dtype: str
     """Type of the merged weights, as torch calls it, without "torch."."""
-    base_sha256: str
+    base_digest: str
     """Digest of the frozen weights that the adapters belong to (`weights.base.BaseWeights.sha256`)."""
 
 

@@ -14,7 +14,6 @@ If a batch is missing or damaged, the object of its steps is not written and the
 later call tries again.
 """
 
-import hashlib
 import io
 import logging
 from collections.abc import Iterator, Sequence, Set
@@ -34,6 +33,7 @@ from pipelinerl_core.run.records import (
     Commit,
     rollout_key,
 )
+from pipelinerl_core.storage.digests import read_verified
 from pipelinerl_core.types import GroupKey
 
 logger = logging.getLogger(__name__)
@@ -142,12 +142,7 @@ def _write(store: ObjectStore, commits: Sequence[Commit], segments: "_Segments")
 
 def _trained(store: ObjectStore, commit: Commit) -> Iterator[pa.RecordBatch]:
     for entry in commit.batches:
-        data = store.get(entry.name)
-        if hashlib.sha256(data).hexdigest() != entry.sha256:
-            raise ChecksumMismatch(
-                f"{store.url}/{entry.name} differs from the sha256 in the commit of step {commit.step}"
-            )
-        for batch in from_segment(data, entry.name):
+        for batch in from_segment(read_verified(store, entry.name, entry), entry.name):
             yield _as_rows(conform(batch, BATCH_SCHEMA), commit.step, "trained")
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.interfaces import Learner, Rescorer
+from pipelinerl_core.interfaces import Learner, Rescorer, WeightLayout
 from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
 
 if TYPE_CHECKING:
@@ -166,8 +166,11 @@ class EmulatedLearner:
     def rescorer(self) -> Rescorer | None:
         return self._learner.rescorer
 
-    def weights(self) -> "dict[str, torch.Tensor]":
-        return self._learner.weights()
+    def layout(self) -> WeightLayout:
+        return self._learner.layout()
+
+    def weights(self, targets: "Mapping[str, torch.Tensor]") -> None:
+        self._learner.weights(targets)
 
     def state(self) -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
         return self._learner.state()

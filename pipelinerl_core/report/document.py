@@ -50,7 +50,7 @@ WEIGHTS_SCHEMA = pa.schema(
         pa.field("bytes", pa.int64()),
         pa.field("tokens_sampled", pa.int64()),
         pa.field("tokens_trained", pa.int64(), nullable=False),
-        pa.field("sha256", pa.string()),
+        pa.field("digest", pa.string()),
     ]
 )
 
@@ -349,7 +349,7 @@ def weight_rows(facts: RunFacts) -> list[dict[str, Any]]:
                 "bytes": manifest.num_bytes if manifest else None,
                 "tokens_sampled": sampled.get((version, actor)),
                 "tokens_trained": trained.get((version, actor), 0),
-                "sha256": commit.weights_sha256 if commit else None,
+                "digest": commit.weights_digest if commit else None,
             }
         )
     return rows

@@ -35,7 +35,7 @@ SCHEMA = pa.schema(
         pa.field("reserved_at", pa.float64(), nullable=False),
         pa.field("computed_at", pa.float64(), nullable=False),
         pa.field("committed_at", pa.float64(), nullable=False),
-        pa.field("weights_sha256", pa.string(), nullable=False),
+        pa.field("weights_digest", pa.string(), nullable=False),
         pa.field("metrics", pa.map_(pa.string(), pa.float64()), nullable=False),
         pa.field("record", pa.string(), nullable=False, metadata={"description": "the JSON object as written"}),
     ]

@@ -132,7 +132,7 @@ class Forwarder:
                     commit.step,
                     commit_metrics(commit, self._follower.before(commit)),
                     at=commit.committed_at,
-                    weights_sha256=commit.weights_sha256,
+                    weights_digest=commit.weights_digest,
                 )
             self._next += 1
         while self._evals and self._tracker.room > 0:
@@ -145,7 +145,7 @@ class Forwarder:
         if logged.step < 0:
             return True
         commit = self._follower.commits.get(logged.step)
-        return commit is not None and commit.weights_sha256 == logged.weights_sha256
+        return commit is not None and commit.weights_digest == logged.weights_digest
 
 
 def commit_metrics(commit: Commit, previous: Commit | None) -> dict[str, float]:

@@ -43,7 +43,7 @@ class NoTracker:
     page: str | None = None
 
     def log(
-        self, step: int, metrics: Mapping[str, float], *, at: float | None = None, weights_sha256: str = ""
+        self, step: int, metrics: Mapping[str, float], *, at: float | None = None, weights_digest: str = ""
     ) -> None:
         """Do nothing."""
 

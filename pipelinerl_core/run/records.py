@@ -37,11 +37,11 @@ from pipelinerl_core.messages import ActorSample, FateRecord, LedgerSnapshot, Sw
 from pipelinerl_core.ranges import Count, Finite, Number, Seconds, Step, StepOrNone
 from pipelinerl_core.types import FileEntry, WeightManifest
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Version of every object of a run. A change of an object, a default or a formula increments the version."""
 RUN_KEY = "run.json"
 EXPORT_ORIGIN = "pipelinerl.json"
-"""File beside an exported model that names the run, the version and the sha256 of the weights."""
+"""File beside an exported model that names the run, the version and the digest of the weights."""
 HUB_KEY = "hub.json"
 CONTROL_KEY = "control.json"
 RESUME_KEY = "resume.json"
@@ -389,8 +389,8 @@ class Commit(LedgerSnapshot, Record):
     epoch: Count
     batches: tuple[FileEntry, ...]
     """`name` is the key."""
-    weights_sha256: str
-    """sha256 of the safetensors bytes of the weights after the step, published or not."""
+    weights_digest: str
+    """BLAKE3 of the safetensors bytes of the weights after the step, published or not."""
     manifest: WeightManifest | None
     """None when this version was not published."""
     checkpoint: CheckpointRef | None

@@ -56,7 +56,7 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 RUN_TAG = "pipelinerl.run_id"
 """Tag by which the tracker finds the MLflow run of a training run."""
 LOGGED_TAG = "pipelinerl.logged"
-"""Tag with the newest step whose metrics MLflow has, as JSON: step and sha256 of the weights after the step."""
+"""Tag with the newest step whose metrics MLflow has, as JSON: step and digest of the weights after the step."""
 LOST_TAG = "pipelinerl.lost_timeline"
 """Tag of an MLflow run with steps that the training run no longer has; the newest step of the training run then."""
 PARENT_TAG = "mlflow.parentRunId"
@@ -187,16 +187,16 @@ class MlflowTracker:
         return _MAX_BUFFERED - self._num_buffered
 
     def log(
-        self, step: int, metrics: Mapping[str, float], *, at: float | None = None, weights_sha256: str = ""
+        self, step: int, metrics: Mapping[str, float], *, at: float | None = None, weights_digest: str = ""
     ) -> None:
         """Buffer metrics of one step; metrics beyond `room` are dropped. at: Unix seconds.
 
-        If the same values are logged again with the same `at`, MLflow stores one. weights_sha256: of a training step,
+        If the same values are logged again with the same `at`, MLflow stores one. weights_digest: of a training step,
         which is then `logged`.
         """
         timestamp = round((time.time() if at is None else at) * 1000)
         made = [Metric(key, float(value), timestamp, step) for key, value in metrics.items()]
-        logged = LoggedStep(step, weights_sha256) if weights_sha256 else None
+        logged = LoggedStep(step, weights_digest) if weights_digest else None
         with self._lock:
             if self.room <= 0:
                 self.num_lost += len(made)

@@ -75,13 +75,13 @@ class WandbTracker:
         return self._inner.room if self._has_inner else _ROOM
 
     def log(
-        self, step: int, metrics: Mapping[str, float], *, at: float | None = None, weights_sha256: str = ""
+        self, step: int, metrics: Mapping[str, float], *, at: float | None = None, weights_digest: str = ""
     ) -> None:
         """Give the metrics of a step to both; wandb's x axis is the metric `step`."""
-        self._inner.log(step, metrics, at=at, weights_sha256=weights_sha256)
+        self._inner.log(step, metrics, at=at, weights_digest=weights_digest)
         values: dict[str, Any] = {**metrics, "step": step}
-        if weights_sha256:
-            self._logged = LoggedStep(step, weights_sha256)
+        if weights_digest:
+            self._logged = LoggedStep(step, weights_digest)
             self._quietly(lambda: self._run.summary.update({LOGGED_TAG: self._logged._asdict()}))
         self._quietly(lambda: self._run.log(values))
 
@@ -118,7 +118,7 @@ class WandbTracker:
 
     def _last_logged(self) -> LoggedStep:
         kept = self._run.summary.get(LOGGED_TAG)
-        return LoggedStep(int(kept["step"]), str(kept["weights_sha256"])) if kept else NO_STEP
+        return LoggedStep(int(kept["step"]), str(kept["weights_digest"])) if kept else NO_STEP
 
     def _quietly(self, action: Callable[[], None]) -> None:
         """The run does not depend on wandb, whatever its client raises."""

@@ -39,8 +39,8 @@ from pipelinerl_core.run.history import lost_commits
 from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import QUARANTINED_PREFIX, CheckpointManifest, Commit, EpochRecord, checkpoint_prefix
 from pipelinerl_core.run.versions import retained, stored_versions
+from pipelinerl_core.storage.digests import verify
 from pipelinerl_core.types import FileEntry, GroupKey, Rollout, TrainingRow
-from pipelinerl_core.weights.files import verify
 
 _SHOWN_PROBLEMS = 50
 
@@ -256,7 +256,7 @@ class Audit:
         """The bytes of an object, verified against its manifest entry; or None and the error."""
         try:
             data = self._store.get(key)
-            verify(data, entry, f"{self._store.url}/{key.removesuffix(entry.name)}".rstrip("/"))
+            verify(data, entry, f"{self._store.url}/{key}")
         except (MissingObject, ChecksumMismatch) as error:  # a store that does not answer ends the audit
             return None, str(error)
         self.num_files += 1
@@ -268,7 +268,7 @@ class Audit:
         if manifest is None or manifest.key is None:
             return
         for entry in manifest.files:
-            if entry.sha256 != commit.weights_sha256:
+            if entry.digest != commit.weights_digest:
                 self._problem(f"commit {step}: the checksum of the weights differs from the manifest's")
             key = f"{manifest.key}/{entry.name}"
             self._durable_weights[step] = self._file(key, entry)[1]

@@ -54,7 +54,7 @@ def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
         "run": url,
         "version": commit.step,
         "epoch": commit.epoch,
-        "weights_sha256": commit.weights_sha256,
+        "weights_digest": commit.weights_digest,
         "starting_model": run.config.model.path,
     }
     write_card(run, commit.step, source, directory)

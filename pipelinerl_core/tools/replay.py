@@ -1,7 +1,6 @@
 """`pipelinerl replay`: train recorded batches again and compare the results with the commits."""
 
 import argparse
-import hashlib
 import json
 import logging
 import sys
@@ -22,7 +21,7 @@ from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.history import counted_commit_keys, steps_to_replay
 from pipelinerl_core.run.records import Commit
 from pipelinerl_core.telemetry.metrics import short_key
-from pipelinerl_core.weights.files import serialize
+from pipelinerl_core.weights.files import Snapshot, take_snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +42,8 @@ def replay_run(url: str, first: int | None, last: int | None) -> Iterator[Replay
                 yield replace(replayed, is_exact=replayed.step < min(foreign, default=end + 1))
 
 
-def replayed_weights(context: RunContext, commit: Commit) -> bytes:
-    """The weights after a committed step in their published form, from the newest checkpoint before it.
+def replayed_weights(context: RunContext, commit: Commit) -> Snapshot:
+    """The weights after a committed step, computed from the newest checkpoint before it.
 
     Raises ConfigError without such a checkpoint, PipelineRLError if they are not those of the run.
     """
@@ -55,8 +54,8 @@ def replayed_weights(context: RunContext, commit: Commit) -> bytes:
         restore(context.store, learner, commits, commit.step)
         for replayed in replay_steps(context.store, learner, commits, commit.step):
             logger.info("trained step %d again", replayed.step)
-        weights = serialize(learner.weights())
-    if hashlib.sha256(weights).hexdigest() != commit.weights_sha256:
+        weights = take_snapshot(learner)
+    if weights.entry.digest != commit.weights_digest:
         raise PipelineRLError(
             f"version {commit.step}: this host computes other weights than the run, whose processor or settings were "
             "others. `pipelinerl replay` names the first step; run the command on the trainer's kind of host"

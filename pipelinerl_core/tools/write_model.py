@@ -3,9 +3,11 @@
 import argparse
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from pipelinerl_core.algo.adapters import Adapters
 from pipelinerl_core.roles.runtime.inference import base_weights
@@ -13,7 +15,6 @@ from pipelinerl_core.roles.runtime.process import RUN, limit_threads, run_main
 from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.versions import find_commit, is_durable, stored_versions
 from pipelinerl_core.tools.replay import replayed_weights
-from pipelinerl_core.weights.files import deserialize
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 
@@ -26,9 +27,9 @@ def write_model(context: RunContext, version: str, file: Path) -> None:
     """
     commit = find_commit(context, version, may_replay=True)
     if commit.manifest is not None and is_durable(commit) and commit.step in stored_versions(context.store):
-        weights = WeightSubscriber(context.store).read(commit.manifest)
+        weights: Mapping[str, Tensor] = WeightSubscriber(context.store).read(commit.manifest)
     else:
-        weights = deserialize(replayed_weights(context, commit), f"weights of version {version}")
+        weights = replayed_weights(context, commit).tensors
     if isinstance(weights, Adapters):
         base = base_weights(context.config)
         assert base is not None

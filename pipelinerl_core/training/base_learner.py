@@ -18,7 +18,9 @@ from pipelinerl_core.algo.adapters import AdapterNote
 from pipelinerl_core.algo.losses import LossSums
 from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.run import RunConfig
+from pipelinerl_core.interfaces import WeightLayout
 from pipelinerl_core.training.learning_rate import LearningRate
+from pipelinerl_core.training.lora import PublishedWeight, published_weights
 from pipelinerl_core.training.out_of_memory import explain_out_of_memory
 from pipelinerl_core.training.policy import Policy, PolicyOutput, pack_loss
 from pipelinerl_core.training.ranks import Ranks
@@ -98,6 +100,14 @@ class BaseLearner(ABC):
             batch, output, self._config.loss,
             version=self.version, reference=self._reference, teacher=self._teacher,
         )  # fmt: skip
+
+    def layout(self) -> WeightLayout:
+        """See `interfaces.Learner`: in the model's type, tied weights once, adapters merged, or alone with a note."""
+        return WeightLayout(tuple(weight.meta for weight in self._published()), self._note)
+
+    def _published(self) -> list[PublishedWeight]:
+        is_alone = self._note is not None
+        return published_weights(self._policy.model, self._config.learner.lora_scale, adapters_alone=is_alone)
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
         """[C] trainer_logprobs of every completion token of each rollout, under the current weights."""

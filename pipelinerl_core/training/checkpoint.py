@@ -1,22 +1,21 @@
 """Writes, verifies and prunes checkpoints in the object store.
 
-The data is written first, the manifest with sizes and sha256 last.
+The data is written first, the manifest with sizes and digests last.
 
 checkpoints/<step>.<k>/state.safetensors, then checkpoints/<step>.<k>/manifest.json
 """
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 import safetensors.torch
 from torch import Tensor
 
-from pipelinerl_core.errors import ChecksumMismatch, MissingObject, StoreError
+from pipelinerl_core.errors import MissingObject, StoreError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import CheckpointManifest, checkpoint_prefix
-from pipelinerl_core.types import FileEntry
+from pipelinerl_core.storage.digests import entry_of, read_verified
 
 _MANIFEST = "manifest.json"
 _DATA = "state.safetensors"
@@ -28,7 +27,7 @@ def save_checkpoint(
     """Write a learner's state after `step`. Returns after the manifest, which completes the checkpoint, is stored."""
     prefix = checkpoint_prefix(step, epoch)
     data: bytes = safetensors.torch.save(dict(tensors))
-    entry = FileEntry(name=_DATA, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    entry = entry_of(_DATA, data)
     manifest = CheckpointManifest(step=step, epoch=epoch, files=(entry,), values=dict(values))
     store.put(f"{prefix}/{_DATA}", data)
     store.put(f"{prefix}/{_MANIFEST}", manifest.model_dump_json(indent=1).encode())
@@ -47,7 +46,7 @@ def load_checkpoint(store: ObjectStore, step: int, epoch: int) -> tuple[dict[str
     tensors: dict[str, Tensor] = {}
     for entry in manifest.files:
         try:
-            tensors |= safetensors.torch.load(_verified(store, f"{prefix}/{entry.name}", entry))
+            tensors |= safetensors.torch.load(read_verified(store, f"{prefix}/{entry.name}", entry))
         except MissingObject as error:
             raise StoreError(f"{store.url}/{key} names a missing object: {error}") from error
     return tensors, manifest.values
@@ -73,17 +72,6 @@ def prune_checkpoints(store: ObjectStore, keep: int = 2) -> list[tuple[int, int]
         store.delete([f"{prefix}/{_MANIFEST}"])
         store.delete([key for key in keys if key.startswith(f"{prefix}/")])
     return doomed
-
-
-def _verified(store: ObjectStore, key: str, entry: FileEntry) -> bytes:
-    data = store.get(key)
-    sha256 = hashlib.sha256(data).hexdigest()
-    if (len(data), sha256) != (entry.size, entry.sha256):
-        raise ChecksumMismatch(
-            f"{store.url}/{key}: {len(data)} bytes with sha256 {sha256}, but the manifest has {entry.size} bytes "
-            f"with {entry.sha256}. Resume from another checkpoint"
-        )
-    return data
 
 
 def _parse(key: str) -> tuple[int, int]:

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipelinerl_core.algo.adapters import Adapters
 from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.training.base_learner import BaseLearner
-from pipelinerl_core.training.lora import PublishedWeight, published_weights
+from pipelinerl_core.training.lora import PublishedWeight
 from pipelinerl_core.training.optimizer import (
     MOMENTS,
     check_state,
@@ -127,14 +126,13 @@ class DeepSpeedLearner(BaseLearner):
         """See `interfaces.Learner`: weights and their masters are divided among the ranks, or may be."""
         return None
 
-    def weights(self) -> dict[str, Tensor]:
-        """As `TorchLearner.weights`; empty on all ranks except 0."""
-        weights: dict[str, Tensor] = {}
+    def weights(self, targets: Mapping[str, Tensor]) -> None:
+        """As `TorchLearner.weights`; `targets` is read on rank 0 only. The whole model is on no rank at once."""
         for chunk in self._chunks():
             with self._gathered([part for weight in chunk for part in weight.parts]):
                 if self._ranks.rank == 0:
-                    weights |= {weight.name: weight.merged() for weight in chunk}
-        return weights if self._note is None else Adapters(weights, self._note)
+                    for weight in chunk:
+                        weight.copy_to(targets[weight.name])
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """As `TorchLearner.state`, for any stage and number of ranks; tensors are empty on all ranks except 0."""
@@ -175,8 +173,7 @@ class DeepSpeedLearner(BaseLearner):
 
     def _chunks(self) -> Iterator[list[PublishedWeight]]:
         chunk: list[PublishedWeight] = []
-        scale, is_alone = self._config.learner.lora_scale, self._note is not None
-        for weight in published_weights(self._policy.model, scale, adapters_alone=is_alone):
+        for weight in self._published():
             chunk.append(weight)
             if (
                 sum(getattr(part, "ds_numel", part.numel()) for member in chunk for part in member.parts)

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipelinerl_core.algo.adapters import Adapters
 from pipelinerl_core.algo.losses import LossSums
 from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.training.base_learner import BaseLearner
-from pipelinerl_core.training.lora import published_weights, trained_parameters
+from pipelinerl_core.training.lora import trained_parameters
 from pipelinerl_core.training.optimizer import MasterOptimizer
 from pipelinerl_core.training.ranks import ALONE, Ranks
 from pipelinerl_core.training.step_sums import StepSums, check_finite
@@ -100,15 +99,10 @@ class TorchLearner(BaseLearner):
         for parameter, weight in pairs:
             parameter.copy_(weight)
 
-    def weights(self) -> dict[str, Tensor]:
-        """Snapshot of the weights by parameter name, in the model's type; tied ones once, adapters merged.
-
-        With a note the result is `Adapters`.
-        """
-        scale, note = self._config.learner.lora_scale, self._note
-        published = published_weights(self._model, scale, adapters_alone=note is not None)
-        tensors = {weight.name: weight.merged() for weight in published}
-        return tensors if note is None else Adapters(tensors, note)
+    def weights(self, targets: Mapping[str, Tensor]) -> None:
+        """See `interfaces.Learner`."""
+        for weight in self._published():
+            weight.copy_to(targets[weight.name])
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything that the next steps depend on: trained weights, moments, version, state of torch's generator.

@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from pipelinerl_core.algo.adapters import factor_names, is_factor, merge
 from pipelinerl_core.config.learners import LearnerConfig
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.interfaces import TensorMeta
 
 # What peft inserts into names: the wrapped layer, and the adapter's name between factor and `weight`.
 _BASE, _OWN_NAME = ".base_layer.", re.compile(r"\.(lora_[AB])\.default\.")
@@ -39,15 +40,19 @@ class PublishedWeight:
 
     @property
     def parts(self) -> list[Tensor]:
-        """The parameters that `merged` reads."""
+        """The parameters that `copy_to` reads."""
         return [self.base, *(self.adapter or ())]
 
+    @property
+    def meta(self) -> TensorMeta:
+        """Name, type and shape; also while DeepSpeed has divided the parameter among the ranks."""
+        shape = tuple(getattr(self.base, "ds_shape", self.base.shape))
+        return TensorMeta(self.name, str(self.base.dtype).removeprefix("torch."), shape)
+
     @torch.no_grad()
-    def merged(self) -> Tensor:
-        """W + s * B @ A in float32, rounded once to the type of W; a copy on the CPU."""
-        if self.adapter is None:
-            return self.base.detach().to("cpu", copy=True).contiguous()
-        return merge(self.base, *self.adapter, self.scale).cpu().contiguous()
+    def copy_to(self, target: Tensor) -> None:
+        """Write W + s * B @ A, computed in float32 and rounded once to the type of W."""
+        target.copy_(self.base if self.adapter is None else merge(self.base, *self.adapter, self.scale))
 
 
 def add_adapters(model: Any, config: LearnerConfig, seed: int) -> None:

@@ -3,7 +3,6 @@
 The files are memory-mapped and read when a weight is requested, so only merged layers are in memory twice.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -12,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 from safetensors import safe_open
 from torch import Tensor
 
 from pipelinerl_core.algo.adapters import Adapters, merge
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError
 from pipelinerl_core.run.records import WEIGHTS_FILE
+from pipelinerl_core.storage.digests import SHOWN_DIGITS
 
 _INDEX_FILE = "model.safetensors.index.json"
-_SHOWN_DIGITS = 12
 
 
 class BaseWeights:
@@ -63,12 +63,12 @@ class BaseWeights:
                 )
 
     @cached_property
-    def sha256(self) -> str:
-        """sha256 of name, dtype, shape and bytes of all weights, sorted by name; independent of the split into files.
+    def digest(self) -> str:
+        """BLAKE3 of name, dtype, shape and bytes of all weights, sorted by name; independent of the split into files.
 
         Reads every file once, at first use.
         """
-        digest = hashlib.sha256()
+        digest = blake3()
         for name in sorted(self._file_of):
             tensor = self.tensor(name)
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
@@ -82,10 +82,10 @@ class BaseWeights:
         Raises ChecksumMismatch if the adapters belong to another base model or do not fit its shapes.
         """
         note = adapters.note
-        if note.base_sha256 != self.sha256:
+        if note.base_digest != self.digest:
             raise ChecksumMismatch(
-                f"{where}: adapters of a base model with sha256 {note.base_sha256[:_SHOWN_DIGITS]}, but the model in "
-                f"{self._directory} has {self.sha256[:_SHOWN_DIGITS]}. Put the run's starting model there"
+                f"{where}: adapters of a base model with the digest {note.base_digest[:SHOWN_DIGITS]}, but the "
+                f"model in {self._directory} has {self.digest[:SHOWN_DIGITS]}. Put the run's starting model there"
             )
         dtype = _dtype(note.dtype, where)
         try:

@@ -27,6 +27,7 @@ from torch import distributed as dist
 from pipelinerl_core.errors import BroadcastError
 from pipelinerl_core.interfaces import BroadcastGroup, ObjectStore, TensorMeta
 from pipelinerl_core.run.records import broadcast_key
+from pipelinerl_core.weights.files import metas_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +36,6 @@ logger = logging.getLogger(__name__)
 _GROUPS_PER_EPOCH = 1_000_000
 _POLL_SECONDS = 0.02
 _THREAD_END_SECONDS = 5.0
-
-
-def layout_of(tensors: Mapping[str, Tensor]) -> tuple[TensorMeta, ...]:
-    """Name, dtype and shape of each tensor in the order of the broadcasts: by name."""
-    return tuple(
-        TensorMeta(name, str(tensors[name].dtype).removeprefix("torch."), tuple(tensors[name].shape))
-        for name in sorted(tensors)
-    )
 
 
 def gloo_receiver_key(rank: int) -> str:
@@ -199,7 +192,7 @@ class WeightBroadcaster:
                 return is_complete
         self.close()
         if joined:
-            self._open(sorted(joined), layout_of(tensors))
+            self._open(sorted(joined), metas_of(tensors))
         return False
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:

@@ -1,52 +1,118 @@
-"""The files of one weight version: one safetensors file, and the manifest with its checksum.
+"""The safetensors file of a weight version, laid out in memory: tensors are written and read in place.
 
-The safetensors file holds all weights, or only adapters with a note in its header (algo/adapters.py).
+The file holds all weights, or only adapters with a note in its header (algo/adapters.py). Equal weights give equal
+bytes: the order of the tensors and the size of the header depend only on names, types and shapes. Tensors begin at
+multiples of 64 bytes, as those that torch allocates, if their sizes are such multiples; the others come last.
 """
 
-import hashlib
 import json
-import os
+import math
+import mmap
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors import torch as safetensors
+from torch import Tensor
 
-from pipelinerl_core.algo.adapters import AdapterNote, Adapters, is_factor
+from pipelinerl_core.algo.adapters import AdapterNote, Adapters
 from pipelinerl_core.errors import ChecksumMismatch
+from pipelinerl_core.interfaces import Learner, TensorMeta, WeightLayout
 from pipelinerl_core.run.records import ADAPTERS_FILE, WEIGHTS_FILE
-from pipelinerl_core.types import FileEntry, WeightManifest
+from pipelinerl_core.storage.digests import entry_of
+from pipelinerl_core.types import FileEntry
+from pipelinerl_core.weights.memory import Region, WeightMemory, private_memory
 
 # One key of the header holds the whole note: the order of several keys in the file is not defined.
-_NOTE_KEY = "pipelinerl.adapters"
+_METADATA, _NOTE_KEY = "__metadata__", "pipelinerl.adapters"
+_LENGTH_BYTES = 8
+_ALIGNMENT = 64
+_TYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+        "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+        "BOOL": torch.bool,
+    }
+)  # fmt: skip
+"""safetensors' name of a type -> torch's type."""
+_NAMES = MappingProxyType({str(dtype).removeprefix("torch."): name for name, dtype in _TYPES.items()})
 
 
-def serialize(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """safetensors bytes of a state dict, names sorted: equal weights give equal bytes.
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """The weights after a step, in one region of memory with the bytes of their file. Do not change the tensors."""
 
-    The bytes of `Adapters` include the note, so that the checksum of a version covers scale and base model.
+    tensors: Mapping[str, Tensor]
+    """Views of the region by name; `Adapters` if the file has a note."""
+    region: Region
+
+    @property
+    def data(self) -> mmap.mmap:
+        """The bytes of the file."""
+        return self.region.buffer
+
+    @cached_property
+    def entry(self) -> FileEntry:
+        """Size and digest of the bytes, computed at first use; the name is that of all weights or of adapters."""
+        return entry_of(ADAPTERS_FILE if isinstance(self.tensors, Adapters) else WEIGHTS_FILE, self.data)
+
+
+def lay_out(layout: WeightLayout, memory: WeightMemory = private_memory) -> Snapshot:
+    """A snapshot with undefined values, to write the weights into. Raises OSError if the memory has no space."""
+    header: dict[str, Any] = {}
+    if layout.note is not None:
+        header[_METADATA] = {_NOTE_KEY: json.dumps(asdict(layout.note), sort_keys=True)}
+    end = 0
+    for meta in sorted(layout.metas, key=_place):
+        begin, end = end, end + _num_bytes(meta)
+        header[meta.name] = {"dtype": _NAMES[meta.dtype], "shape": list(meta.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
+    start = _LENGTH_BYTES + len(text)
+    region = memory(start + end)
+    region.buffer[:start] = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    return Snapshot(parse(region.buffer, "new weights"), region)
+
+
+def take_snapshot(learner: Learner, memory: WeightMemory = private_memory) -> Snapshot:
+    """The weights of a learner, copied once. Raises OSError if the memory has no space."""
+    snapshot = lay_out(learner.layout(), memory)
+    learner.weights(snapshot.tensors)
+    return snapshot
+
+
+def snapshot_of(tensors: Mapping[str, Tensor], memory: WeightMemory = private_memory) -> Snapshot:
+    """A copy of some weights."""
+    note = tensors.note if isinstance(tensors, Adapters) else None
+    snapshot = lay_out(WeightLayout(metas_of(tensors), note), memory)
+    for name, target in snapshot.tensors.items():
+        target.copy_(tensors[name])
+    return snapshot
+
+
+def metas_of(tensors: Mapping[str, Tensor]) -> tuple[TensorMeta, ...]:
+    """Name, type and shape of each tensor, sorted by name."""
+    return tuple(
+        TensorMeta(name, str(tensors[name].dtype).removeprefix("torch."), tuple(tensors[name].shape))
+        for name in sorted(tensors)
+    )
+
+
+def parse(data: "mmap.mmap | bytearray", where: str) -> dict[str, Tensor]:
+    """The tensors of a file, as views of its bytes: `Adapters` if its header has a note.
+
+    where: for messages. Raises ChecksumMismatch if the bytes are no such file.
     """
-    metadata = None
-    if isinstance(tensors, Adapters):
-        metadata = {_NOTE_KEY: json.dumps(asdict(tensors.note), sort_keys=True)}
-    return safetensors.save({name: tensors[name].contiguous() for name in sorted(tensors)}, metadata)
-
-
-def deserialize(data: bytes, where: str) -> dict[str, torch.Tensor]:
-    """The inverse of `serialize`: `Adapters` if the header has a note. Raises ChecksumMismatch for other bytes."""
     try:
-        tensors = safetensors.load(data)
-        if not any(map(is_factor, tensors)):
-            return tensors
-        # safetensors reads metadata only from files, hence a copy. Adapters are small; all weights would take long.
-        with open(os.memfd_create("adapters"), "wb") as file:
-            file.write(data)
-            file.flush()
-            with safe_open(f"/proc/self/fd/{file.fileno()}", framework="pt") as opened:
-                text = (opened.metadata() or {}).get(_NOTE_KEY)
-        return tensors if text is None else Adapters(tensors, AdapterNote(**json.loads(text)))
-    except (SafetensorError, ValueError, TypeError) as error:
+        start = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+        header = json.loads(data[_LENGTH_BYTES:start])
+        metadata = header.pop(_METADATA, None) or {}
+        tensors = {name: _view(data, start, values) for name, values in header.items()}
+        note = metadata.get(_NOTE_KEY)
+        return tensors if note is None else Adapters(tensors, AdapterNote(**json.loads(note)))
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise ChecksumMismatch(f"{where}: not a file of weights: {error}") from None
 
 
@@ -55,20 +121,22 @@ def is_weights(entry: FileEntry) -> bool:
     return entry.name in (WEIGHTS_FILE, ADAPTERS_FILE)
 
 
-def entry_of(name: str, data: bytes) -> FileEntry:
-    """Name, size and sha256 of some bytes."""
-    return FileEntry(name=name, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+def _view(data: "mmap.mmap | bytearray", start: int, values: Mapping[str, Any]) -> Tensor:
+    dtype, shape = _TYPES[values["dtype"]], values["shape"]
+    begin, end = values["data_offsets"]
+    count = math.prod(shape)
+    if end - begin != count * dtype.itemsize:
+        raise ValueError(f"{end - begin} bytes for {count} values")
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=start + begin).view(shape)
 
 
-def verify(data: bytes, entry: FileEntry, where: str) -> None:
-    """Raise ChecksumMismatch unless size and sha256 of the bytes are as in the manifest."""
-    if len(data) != entry.size:
-        raise ChecksumMismatch(f"{where}/{entry.name}: {len(data)} bytes, the manifest says {entry.size}")
-    digest = hashlib.sha256(data).hexdigest()
-    if digest != entry.sha256:
-        raise ChecksumMismatch(f"{where}/{entry.name}: sha256 {digest[:12]}, the manifest says {entry.sha256[:12]}")
+def _num_bytes(meta: TensorMeta) -> int:
+    return math.prod(meta.shape) * _TYPES[_NAMES[meta.dtype]].itemsize
 
 
-def manifest_bytes(manifest: WeightManifest) -> bytes:
-    """The bytes of manifest.json."""
-    return json.dumps(asdict(manifest), indent=1).encode()
+def _place(meta: TensorMeta) -> tuple[bool, int, str]:
+    """Position in the file: sizes that keep the alignment first, then large types before small ones."""
+    size = _num_bytes(meta)
+    return size % _ALIGNMENT != 0, -_TYPES[_NAMES[meta.dtype]].itemsize, meta.name

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from pipelinerl_core.run.context import private_directory
-from pipelinerl_core.weights.publish import SHM_ROOT, shm_directory
+from pipelinerl_core.weights.memory import SHM_ROOT, shm_directory
 
 
 def staging_directory(run_id: str, name: str) -> Path | None:

@@ -1,6 +1,7 @@
-"""Read weight versions: read, verify and merge adapters, before the engine pauses for the swap."""
+"""Read weight versions: map or read them, verify, and merge adapters, before the engine pauses for the swap."""
 
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -8,9 +9,11 @@ import torch
 from pipelinerl_core.algo.adapters import Adapters
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject
 from pipelinerl_core.interfaces import ObjectStore, WeightUpdate
+from pipelinerl_core.storage.digests import read_verified, verify
 from pipelinerl_core.types import FileEntry, WeightManifest
 from pipelinerl_core.weights.base import BaseWeights
-from pipelinerl_core.weights.files import deserialize, is_weights, verify
+from pipelinerl_core.weights.files import is_weights, parse
+from pipelinerl_core.weights.memory import open_shared
 
 
 class WeightSubscriber:
@@ -28,7 +31,7 @@ class WeightSubscriber:
         Raises MissingObject if the version is gone, ConfigError if only another host can read it, ChecksumMismatch if
         it is damaged, or if its adapters belong to another base model.
         """
-        tensors, num_bytes, path = self._read(manifest)
+        tensors, path = self._read(manifest)
         is_partial = isinstance(tensors, Adapters)
         if isinstance(tensors, Adapters):
             where = f"weights of version {manifest.version}"
@@ -38,42 +41,38 @@ class WeightSubscriber:
         return WeightUpdate(
             version=manifest.version,
             tensors=tensors,
-            num_bytes=num_bytes,
-            path=None if path is None else str(path),
+            num_bytes=manifest.num_bytes,
+            path=path,
             is_partial=is_partial,
         )
 
-    def read(self, manifest: WeightManifest) -> dict[str, torch.Tensor]:
+    def read(self, manifest: WeightManifest) -> Mapping[str, torch.Tensor]:
         """The verified tensors of a version as they were published: all weights, or `Adapters`. Raises as `fetch`."""
         return self._read(manifest)[0]
 
-    def _read(self, manifest: WeightManifest) -> tuple[dict[str, torch.Tensor], int, Path | None]:
-        """Tensors, number of bytes, and the file in shared memory if the tensors are from shared memory."""
+    def _read(self, manifest: WeightManifest) -> tuple[dict[str, torch.Tensor], str | None]:
+        """Tensors, and the file in shared memory if they are views of it."""
         entry = next(entry for entry in manifest.files if is_weights(entry))
-        path = self._path(manifest, entry)
-        data = self._from_shm(path, manifest, entry) if path is not None else None
-        if data is None:
-            path, data = None, self._from_store(manifest, entry)
-        return deserialize(data, f"weights of version {manifest.version}"), len(data), path
+        where = f"weights of version {manifest.version}"
+        tensors = self._from_shm(manifest, entry, where)
+        if tensors is not None:
+            return tensors, manifest.shm
+        return parse(bytearray(self._from_store(manifest, entry)), where), None
 
-    def _path(self, manifest: WeightManifest, entry: FileEntry) -> Path | None:
-        """The file in this host's shared memory, if the version was put there."""
+    def _from_shm(self, manifest: WeightManifest, entry: FileEntry, where: str) -> dict[str, torch.Tensor] | None:
+        """Views of the copy in shared memory; None if the durable copy must be read instead."""
         if manifest.shm is None or manifest.host != self._host:
             return None
-        return Path(manifest.shm) / entry.name
-
-    def _from_shm(self, path: Path, manifest: WeightManifest, entry: FileEntry) -> bytes | None:
-        """The copy in shared memory; None if the durable copy must be read instead."""
+        data = open_shared(Path(manifest.shm))
+        if data is None:
+            return None  # its memory holds a newer version
         try:
-            data = path.read_bytes()
-            verify(data, entry, str(path.parent))
-        except FileNotFoundError:
-            return None  # pruned: a newer version exists
+            verify(data, entry, manifest.shm)
         except ChecksumMismatch:
             if manifest.key is None:
                 raise
             return None
-        return data
+        return parse(data, where)
 
     def _from_store(self, manifest: WeightManifest, entry: FileEntry) -> bytes:
         if manifest.key is None and manifest.shm is not None and manifest.host != self._host:
@@ -87,6 +86,4 @@ class WeightSubscriber:
                 f"weights of version {manifest.version}: gone from shared memory of {manifest.host} and not durable; "
                 "the next announced version replaces them"
             )
-        data = self._store.get(f"{manifest.key}/{entry.name}")
-        verify(data, entry, manifest.key)
-        return data
+        return read_verified(self._store, f"{manifest.key}/{entry.name}", entry)

@@ -14,8 +14,8 @@ from pipelinerl_core.roles.runtime.inference import build_codec, build_engine, o
 from pipelinerl_core.roles.trainer.learners import build_alone
 from pipelinerl_core.roles.trainer.main import check_parity
 from pipelinerl_core.types import Rollout
-from pipelinerl_core.weights.files import serialize
 from tests.builders import completion_of, engine_request
+from tests.models import file_of, published_by
 from tests.rollout_rows import build_rollout
 
 pytestmark = pytest.mark.slow
@@ -100,4 +100,4 @@ def test_every_engine_passes_with_every_type_of_weights(prepared_model, tmp_path
 
 def test_equal_learners_publish_equal_bytes(prepared_model):
     config = load_config("quickstart")
-    assert serialize(build_alone(config).weights()) == serialize(build_alone(config).weights())
+    assert file_of(published_by(build_alone(config))) == file_of(published_by(build_alone(config)))

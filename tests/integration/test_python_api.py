@@ -1,7 +1,6 @@
 """The notebook of the documentation, cell by cell, and what the Python interface does with a run afterwards."""
 
 import ast
-import hashlib
 import json
 from pathlib import Path
 
@@ -15,9 +14,10 @@ from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.local_files import parent_of
 from pipelinerl_core.run.records import RUN_KEY
+from pipelinerl_core.storage.digests import digest
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tools.start_from import start_from
-from pipelinerl_core.weights.files import serialize
+from tests.models import file_of
 
 pytestmark = pytest.mark.slow
 
@@ -82,7 +82,7 @@ def test_a_step_that_was_not_stored_is_exported_with_the_weights_of_the_run(show
     step = max(set(range(1, 12)) - set(run.versions()))
     written = load_file(run.export(tmp_path / "exported", step) / "model.safetensors")
     commit = read_commits(open_store(run.url))[step]
-    assert hashlib.sha256(serialize(written)).hexdigest() == commit.weights_sha256
+    assert digest(file_of(written)) == commit.weights_digest
 
 
 def test_rollouts_are_read_by_step_and_without_text(shown):

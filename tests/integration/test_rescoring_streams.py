@@ -24,6 +24,7 @@ from pipelinerl_core.roles.trainer.learners import build_alone
 from pipelinerl_core.rollouts.player import SingleTurns
 from pipelinerl_core.rollouts.runner import GroupRunner
 from pipelinerl_core.types import Rollout, Score
+from tests.models import published_by
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +60,7 @@ class Recording:
         self._past = [self._weights()]
 
     def _weights(self):
-        return {name: weight.clone() for name, weight in self._learner.weights().items()}
+        return {name: weight.clone() for name, weight in published_by(self._learner).items()}
 
     async def _sample(self, weights, num_groups: int, config: RunConfig | None = None) -> list[list[Rollout]]:
         self._num_swaps += 1

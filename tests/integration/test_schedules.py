@@ -87,7 +87,7 @@ def test_without_lag_the_deterministic_pipeline_is_the_synchronous_run_bit_for_b
     for step in range(1, STEPS + 1):
         assert actual[step].metrics["train/loss"] == expected[step].metrics["train/loss"]
         assert actual[step].metrics["lag/max"] == expected[step].metrics["lag/max"] == 0
-    assert [c.weights_sha256 for c in actual.values()] == [c.weights_sha256 for c in expected.values()]
+    assert [c.weights_digest for c in actual.values()] == [c.weights_digest for c in expected.values()]
 
 
 def test_april_continues_unfinished_rollouts_under_the_next_weights_and_aborts_none(tmp_path, prepared_model):

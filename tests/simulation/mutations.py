@@ -50,8 +50,7 @@ DEFECTS: dict[str, tuple[Edit, ...]] = {
     "compaction deletes segments whose rows are in no object (audit, 5)": (
         Edit("data/compaction.py", "                unwritten |= {(fate.group_id, fate.attempt) for commit in part"
              " for fate in commit.fates}\n", "                pass\n"),
-        Edit("data/compaction.py", "        if hashlib.sha256(data).hexdigest() != entry.sha256:\n",
-             "        if False:\n"),
+        Edit("data/compaction.py", "read_verified(store, entry.name, entry)", "store.get(entry.name)"),
     ),
     "an error ends compaction for good (audit, 5)": (
         Edit("roles/trainer/committer.py", "        except Exception as error:  # the result of this thread has no"

@@ -1,6 +1,5 @@
 """What must hold for a hub at any time, and for the store of a run that has ended, whatever happened before."""
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator
 
@@ -14,7 +13,7 @@ from pipelinerl_core.ledger.tokens import RETIRED_ACTORS
 from pipelinerl_core.run.commits import Commits, read_commits
 from pipelinerl_core.tools.audit import Audit
 from pipelinerl_core.types import GroupKey
-from pipelinerl_core.weights.files import serialize
+from pipelinerl_core.weights.files import take_snapshot
 from tests.fakes import MemoryStore
 from tests.simulation.parts import ScriptedLearner
 from tests.simulation.store import PlainStore
@@ -55,8 +54,8 @@ def check(store: PlainStore, config: RunConfig) -> list[str]:
 
 
 def weights_of(store: PlainStore) -> list[str]:
-    """sha256 of the weights of each step."""
-    return [commit.weights_sha256 for commit in read_commits(store).values()]
+    """Digests of the weights of each step."""
+    return [commit.weights_digest for commit in read_commits(store).values()]
 
 
 def _other_weights(store: PlainStore, commits: Commits) -> Iterator[str]:
@@ -66,7 +65,7 @@ def _other_weights(store: PlainStore, commits: Commits) -> Iterator[str]:
         if step:
             data = [batch for entry in commit.batches for batch in from_segment(store.get(entry.name), entry.name)]
             learner.learn([row for batch in data for row in decode_batch(batch)])
-        if hashlib.sha256(serialize(learner.weights())).hexdigest() != commit.weights_sha256:
+        if take_snapshot(learner).entry.digest != commit.weights_digest:
             yield f"step {step}: the weights are not those of the recorded batches"
             return
 

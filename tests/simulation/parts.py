@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipelinerl_core.interfaces import WeightUpdate
+from pipelinerl_core.interfaces import TensorMeta, WeightLayout, WeightUpdate
 from pipelinerl_core.types import (
     Chunk,
     Completion,
@@ -20,6 +20,7 @@ from pipelinerl_core.types import (
     SwapReport,
     WeightSpan,
 )
+from pipelinerl_core.weights.files import take_snapshot
 from tests.simulation.primitives import world
 
 TOKEN_SECONDS = 0.02
@@ -134,11 +135,14 @@ class ScriptedLearner:
     def logprobs_of(self, rollouts: Sequence[Any]) -> list[Any]:
         return [rollout.rollout_logprobs for rollout in rollouts]
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {"digest": torch.frombuffer(bytearray(self._digest), dtype=torch.uint8).to(torch.float32)}
+    def layout(self) -> WeightLayout:
+        return WeightLayout((TensorMeta("digest", "float32", (32,)),))
+
+    def weights(self, targets: Mapping[str, torch.Tensor]) -> None:
+        targets["digest"].copy_(torch.frombuffer(bytearray(self._digest), dtype=torch.uint8))
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        return self.weights(), {"version": self.version}
+        return dict(take_snapshot(self).tensors), {"version": self.version}
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> None:
         self._digest = bytes(tensors["digest"].to(torch.uint8).numpy().tobytes())

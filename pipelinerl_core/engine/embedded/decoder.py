@@ -6,7 +6,7 @@ K attended keys, C hidden size, V vocabulary.
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,14 +25,23 @@ PREFILL_TOKENS = 4096
 # A separate pass costs about as much as this many tokens, so a batch may have this much padding.
 PADDING_TOKENS = 32
 
+_ALIGNMENT = 64
 # Settings of transformers models that scale or bend the logits outside of the head.
 _LOGIT_SETTINGS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+
+
+class StagedWeights(NamedTuple):
+    """Weights that a decoder can use as they are."""
+
+    tensors: Mapping[str, Tensor]
+    head_VC: Tensor | None
+    """The head in the type of the logits; None: the head stays."""
 
 
 class SlotDecoder:
     """The model's own forward over a fixed number of slots.
 
-    No other code may use the model: the constructor replaces its attention, and swaps write its parameters.
+    No other code may use the model: the constructor replaces its attention, and swaps its parameters.
     Raises EngineError unless the model is a decoder with full or sliding attention in all layers.
     """
 
@@ -50,7 +59,9 @@ class SlotDecoder:
         self._key_range_K = torch.arange(max_len, device=self.device)
         self._slot_range_S = torch.arange(slots, device=self.device)
         self._nothing = torch.empty(0, dtype=torch.int64, device=self.device)
-        self._refresh_head()
+        self._parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        self._head_names = [name for name, parameter in self._parameters.items() if parameter is self._head.weight]
+        self._head_weight_VC = _head_operand(self._head.weight.detach())
         with torch.inference_mode():
             # One pass allocates the memory and finds unsupported arguments before the first request.
             self.decode(np.zeros(slots, np.int64), np.zeros(slots, np.int64), num_keys=1)
@@ -141,37 +152,39 @@ class SlotDecoder:
                 if not torch.equal(tensors[given[0]], tensors[name]):
                     raise SwapError(f"{given[0]!r} and {name!r} are tied in this model but differ in the update")
 
-    def stage(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The same weights on the model's device, so that the pause only copies within the memory of the device."""
-        return {name: tensor.to(self.device) for name, tensor in tensors.items()}
+    @property
+    def has_to_copy(self) -> bool:
+        """Whether `stage` copies much, so that a thread should call it."""
+        return self.device.type != "cpu" or operand_dtype(self._head.weight) != self._dtype
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy checked weights into the model."""
-        with torch.inference_mode():
-            targets = self.model.state_dict()
-            for name, tensor in tensors.items():
-                targets[name].copy_(tensor)
-            self._refresh_head()
+    def stage(self, tensors: Mapping[str, Tensor]) -> StagedWeights:
+        """Everything that `load` needs of checked weights, while the model decodes: on its device, and the head."""
+        placed = {name: _aligned(tensor.to(self.device)) for name, tensor in tensors.items()}
+        head_VC = next((placed[name] for name in self._head_names if name in placed), None)
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the reported pause includes the copy
+            torch.cuda.synchronize(self.device)
+        return StagedWeights(placed, None if head_VC is None else _head_operand(head_VC))
+
+    @torch.no_grad()
+    def load(self, staged: StagedWeights) -> None:
+        """Let the model use staged weights, without a copy."""
+        for name, parameter in self._parameters.items():
+            if name in staged.tensors:
+                parameter.data = staged.tensors[name]
+        if staged.head_VC is not None:
+            self._head_weight_VC = staged.head_VC
 
     def _put(self, array: IntArray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
     def _logits(self, hidden_RC: Tensor) -> Tensor:
         """[R, V], float32 sums of exact products, as in the learner."""
-        weight_VC, bias_V = self._head_weight_VC, self._head_bias_V
+        weight_VC, bias = self._head_weight_VC, getattr(self._head, "bias", None)
+        bias_V = None if bias is None else bias.float()
         if weight_VC.dtype == torch.float32:
             return functional.linear(hidden_RC.float(), weight_VC, bias_V)
         logits_RV = product(hidden_RC, weight_VC.T)
         return logits_RV if bias_V is None else logits_RV + bias_V
-
-    def _refresh_head(self) -> None:
-        """Convert the head to the type of `_logits`; without a copy if the head has this type."""
-        weight_VC = self._head.weight.detach()
-        self._head_weight_VC = weight_VC.to(operand_dtype(weight_VC))
-        bias = getattr(self._head, "bias", None)
-        self._head_bias_V = None if bias is None else bias.detach().float()
 
     def _forward(self, tokens_R: Tensor, layout: Layout, prefill: "tuple[IntArray, IntArray] | None") -> Tensor:
         tokens_N, positions_N = tokens_R, layout.positions_R
@@ -207,6 +220,16 @@ def prefill_batches(sequences: list[tuple[int, NDArray[np.int32]]]) -> list[tupl
             tokens_PT[row, : len(token_ids)] = token_ids
         batches.append((np.array([slot for slot, _ in batch], np.int64), tokens_PT))
     return batches
+
+
+def _head_operand(weight_VC: Tensor) -> Tensor:
+    """The head in the type of `SlotDecoder._logits`; without a copy if the head has this type."""
+    return weight_VC.to(operand_dtype(weight_VC))
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The tensor at an address of torch's alignment, which may choose the kernel and so its rounding."""
+    return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
 
 
 def _aliases(targets: Mapping[str, Tensor]) -> list[list[str]]:

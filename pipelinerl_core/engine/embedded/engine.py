@@ -8,14 +8,14 @@ a pause protocol. An idle engine has no task.
 import asyncio
 import heapq
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from pipelinerl_core.engine.embedded.compact import compact
-from pipelinerl_core.engine.embedded.decoder import SlotDecoder, prefill_batches
+from pipelinerl_core.engine.embedded.decoder import SlotDecoder, StagedWeights, prefill_batches
 from pipelinerl_core.engine.embedded.sampling import sample
 from pipelinerl_core.engine.embedded.slots import SlotTable
 from pipelinerl_core.engine.queued import KVPolicy, QueuedEngine
@@ -110,15 +110,16 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
             self._check_version(update.version)
             self._decoder.check(update.tensors, is_partial=update.is_partial)
             checked_seconds = time.perf_counter() - start
-            tensors = update.tensors
-            if self._decoder.device.type != "cpu":
-                tensors = await asyncio.to_thread(self._decoder.stage, tensors)
+            if self._decoder.has_to_copy:
+                staged = await asyncio.to_thread(self._decoder.stage, update.tensors)
+            else:
+                staged = self._decoder.stage(update.tensors)
             try:
                 if self._kv == "drain":
                     await self._drain()
                 start = time.perf_counter()
                 num_running = len(self._running)
-                self._replace_weights(update.version, tensors)
+                self._replace_weights(update.version, staged)
             finally:
                 self._drained = None
                 self._wake()
@@ -358,7 +359,7 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         if self._drained is not None and not self._running:
             self._drained.set()
 
-    def _replace_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _replace_weights(self, version: int, staged: StagedWeights) -> None:
         for sequence in self._running.values():
             self._emit(sequence)  # tokens up to here have the old version
         for slot in self._kept:
@@ -366,7 +367,7 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         self._kept.clear()
         self._prefilled.clear()
         try:
-            self._decoder.load(tensors)
+            self._decoder.load(staged)
         except Exception as error:
             self._fail(f"the swap to version {version} failed half-way: {type(error).__name__}: {error}")
             raise SwapError(self._failure) from error

@@ -45,6 +45,9 @@ class StagedWeights:
         self._directory = directory
         self.current: Path | None = None
         """Weights for the next start of the engine core; None: the model directory."""
+        self._staged: tuple[Path, Mapping[str, Tensor]] | None = None
+        self._held: Mapping[str, Tensor] | None = None
+        """The tensors of `current`: while they exist, the trainer does not write the linked file again."""
 
     def check(self, tensors: Mapping[str, Tensor], *, is_partial: bool = False) -> None:
         """Raise SwapError unless `tensors` are all weights of this model, or some of them if is_partial.
@@ -83,6 +86,7 @@ class StagedWeights:
         if update.path is not None and not self._tied.keys() & update.tensors.keys():
             with contextlib.suppress(OSError):  # gone, or on another file system
                 os.link(update.path, path)
+                self._staged = path, update.tensors
                 return path
         tensors = {self._tied.get(name, name): tensor.contiguous() for name, tensor in update.tensors.items()}
         with contextlib.ExitStack() as files:
@@ -114,6 +118,7 @@ class StagedWeights:
     def set_current(self, path: Path | None) -> None:
         """Record that the engine core has the weights of `path` (None: of a broadcast), and remove other files."""
         self.current = path
+        self._held = self._staged[1] if self._staged is not None and self._staged[0] == path else None
         for other in self._directory.iterdir():
             if other != path:
                 other.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from pipelinerl_core.algo.adapters import is_factor
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ChecksumMismatch, MissingObject
 from pipelinerl_core.interfaces import Learner, ObjectStore
-from pipelinerl_core.roles.trainer.retrain import inexact_steps, replay_steps, restore, weights_sha256
+from pipelinerl_core.roles.trainer.retrain import inexact_steps, replay_steps, restore, weights_digest
 from pipelinerl_core.run.history import read_commit
 from pipelinerl_core.run.records import Commit, holds_adapters
 from pipelinerl_core.weights.subscribe import WeightSubscriber
@@ -78,9 +78,9 @@ def _load_committed_weights(store: ObjectStore, learner: Learner, commit: Commit
         return
     committed = WeightSubscriber(store).read(commit.manifest)
     learner.load_state(_with_committed(tensors, committed), values)
-    if weights_sha256(learner) != commit.weights_sha256:
+    if weights_digest(learner) != commit.weights_digest:
         raise ChecksumMismatch(
-            f"step {commit.step}: the weights in {commit.manifest.key} differ from the sha256 of the commit"
+            f"step {commit.step}: the weights in {commit.manifest.key} differ from the digest of the commit"
         )
     logger.info("step %d was trained again on other hardware; the committed weights are loaded", commit.step)
 

@@ -6,8 +6,6 @@ publish (by broadcast, or durable) --> commit --> announce --> deliver (broadcas
 import logging
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import BroadcastError
@@ -17,21 +15,10 @@ from pipelinerl_core.messages import ActorSample
 from pipelinerl_core.roles.runtime.device import model_device
 from pipelinerl_core.types import WeightManifest
 from pipelinerl_core.weights.broadcast import WeightBroadcaster
+from pipelinerl_core.weights.files import Snapshot
 from pipelinerl_core.weights.publish import WeightPublisher
 
-if TYPE_CHECKING:
-    import torch
-
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Version:
-    """The newest published version, kept because an actor may need it from the store later."""
-
-    manifest: WeightManifest
-    tensors: "Mapping[str, torch.Tensor]"
-    data: bytes
 
 
 def joined_groups(actors: Mapping[str, ActorSample], *, silent_seconds: float) -> dict[str, int]:
@@ -67,47 +54,41 @@ class BroadcastPublisher:
             deadline_seconds=config.weights.broadcast_seconds,
             on_gpu=model_device(config).type == "cuda",
         )
-        self._newest: _Version | None = None
+        self._newest: tuple[WeightManifest, Snapshot] | None = None
 
     def publish(
-        self,
-        version: int,
-        tensors: "Mapping[str, torch.Tensor]",
-        data: bytes,
-        *,
-        durable: bool,
-        actors: Mapping[str, ActorSample],
+        self, version: int, snapshot: Snapshot, *, durable: bool, actors: Mapping[str, ActorSample]
     ) -> WeightManifest:
-        """Publish a version; returns the manifest to commit and announce before `deliver`. data: tensors as bytes."""
+        """Publish a version; returns the manifest to commit and announce before `deliver`."""
         joined = joined_groups(actors, silent_seconds=self._silent_seconds)
-        index = self._broadcaster.next_index if self._broadcaster.ensure_group(joined, tensors) else 0
-        manifest = self._publisher.publish_bytes(
-            version, data, durable=durable, group=self._broadcaster.number, broadcast_index=index
+        index = self._broadcaster.next_index if self._broadcaster.ensure_group(joined, snapshot.tensors) else 0
+        manifest = self._publisher.publish(
+            version, snapshot, durable=durable, group=self._broadcaster.number, broadcast_index=index
         )
-        self._newest = _Version(manifest, tensors, data)
+        self._newest = manifest, snapshot
         return manifest
 
     def deliver(self) -> WeightManifest | None:
         """Broadcast the announced version. If the broadcast fails, returns a manifest to announce in its place."""
-        newest = self._newest
-        if newest is None or not newest.manifest.is_broadcast:
+        if self._newest is None or not self._newest[0].is_broadcast:
             return None
+        manifest, snapshot = self._newest
         try:
-            self._broadcaster.send(newest.tensors)
+            self._broadcaster.send(snapshot.tensors)
         except BroadcastError as error:
-            logger.warning("version %d goes through the store: %s", newest.manifest.version, error)
+            logger.warning("version %d goes through the store: %s", manifest.version, error)
             return self._store_newest()
         return None
 
     def store_if_unreachable(self, actors: Mapping[str, ActorSample]) -> WeightManifest | None:
         """If an active actor is not in the newest version's group, store the version; returns its new manifest."""
-        newest = self._newest
-        if newest is None or newest.manifest.key is not None:
+        manifest = None if self._newest is None else self._newest[0]
+        if manifest is None or manifest.key is not None:
             return None
         joined = joined_groups(actors, silent_seconds=self._silent_seconds)
-        if all(group == newest.manifest.group for group in joined.values()):
+        if all(group == manifest.group for group in joined.values()):
             return None
-        logger.info("version %d goes through the store for actors outside of its group", newest.manifest.version)
+        logger.info("version %d goes through the store for actors outside of its group", manifest.version)
         return self._store_newest()
 
     def close(self) -> None:
@@ -116,9 +97,7 @@ class BroadcastPublisher:
 
     def _store_newest(self) -> WeightManifest:
         assert self._newest is not None
-        newest = self._newest
-        manifest = self._publisher.publish_bytes(
-            newest.manifest.version, newest.data, durable=True, group=self._broadcaster.number
-        )
-        self._newest = _Version(manifest, newest.tensors, newest.data)
+        manifest, snapshot = self._newest
+        manifest = self._publisher.publish(manifest.version, snapshot, durable=True, group=self._broadcaster.number)
+        self._newest = manifest, snapshot
         return manifest

@@ -1,11 +1,10 @@
 """Publishes and commits computed steps in order, on one thread, while the trainer computes the next step.
 
-    learner --weights--> serialize, sha256 --> publish (data, manifest) --> checkpoint if due --> commit --> announce
+    snapshot of the weights --> digest --> publish --> checkpoint if due --> commit --> announce
 
 A version is announced only after its commit is written.
 """
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -17,18 +16,18 @@ from pipelinerl_core.channel.refusals import error_of
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data.compaction import compact_rollouts
 from pipelinerl_core.errors import DeadlineExceeded, PipelineRLError, RunOver, StoreError
-from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.interfaces import Learner, ObjectStore
 from pipelinerl_core.messages import ActorSample, Committed, LedgerSnapshot, Refused, Reserved
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.trainer.broadcasting import BroadcastPublisher
 from pipelinerl_core.run.compaction import compact_commits, is_due
 from pipelinerl_core.run.history import write_commit
 from pipelinerl_core.run.reading import list_keys
-from pipelinerl_core.run.records import ADAPTERS_FILE, WEIGHTS_FILE, CheckpointRef, Commit, EpochRecord, RescoredActor
+from pipelinerl_core.run.records import CheckpointRef, Commit, EpochRecord, RescoredActor
 from pipelinerl_core.run.versions import remove_weights, weights_to_remove
 from pipelinerl_core.training.checkpoint import prune_checkpoints, save_checkpoint
 from pipelinerl_core.types import FileEntry, WeightManifest
-from pipelinerl_core.weights.files import serialize
+from pipelinerl_core.weights.files import Snapshot, take_snapshot
 from pipelinerl_core.weights.publish import WeightPublisher
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class ComputedStep:
     """A trained step, with everything that its commit needs."""
 
     step: int
-    weights: "Mapping[str, torch.Tensor]"
+    weights: Snapshot
     state: "tuple[dict[str, torch.Tensor], dict[str, Any]] | None"
     """Learner state, if a checkpoint is due."""
     batch: "Future[FileEntry] | None"
@@ -81,9 +80,8 @@ class Committer:
         self._link = link
         self._committed = committed
         self._publisher = WeightPublisher(
-            store, run_id=run_id, epoch=epoch.epoch, use_shm=config.weights.uses_shared_memory,
-            file_name=ADAPTERS_FILE if config.weights.content == "adapters" else WEIGHTS_FILE,
-        )  # fmt: skip
+            store, run_id=run_id, epoch=epoch.epoch, use_shm=config.weights.uses_shared_memory
+        )
         self._broadcasts: BroadcastPublisher | None = None
         if config.weights.is_broadcast:
             self._broadcasts = BroadcastPublisher(store, self._publisher, config, epoch=epoch.epoch)
@@ -105,7 +103,11 @@ class Committer:
         self.newest = commit
         self._checkpoint = commit.checkpoint
 
-    def republish(self, commit: Commit, weights: "Mapping[str, torch.Tensor]") -> Commit:
+    def snapshot(self, learner: Learner) -> Snapshot:
+        """Copy the learner's weights into the memory that actors of this host read."""
+        return take_snapshot(learner, self._publisher.memory)
+
+    def republish(self, commit: Commit, weights: Snapshot) -> Commit:
         """Publish the weights of an adopted commit again, with equal bytes: its shared memory may be gone."""
         if commit.manifest is None:
             return commit
@@ -133,10 +135,7 @@ class Committer:
             self._pending.pop(0).result()
 
     def republish_if_unreadable(
-        self,
-        actors: Mapping[str, ActorSample],
-        version: int,
-        weights: "Callable[[], Mapping[str, torch.Tensor]]",
+        self, actors: Mapping[str, ActorSample], version: int, weights: Callable[[], Snapshot]
     ) -> None:
         """Publish the newest version again, durably, if an actor cannot read it. Raises the failure of a commit.
 
@@ -156,10 +155,10 @@ class Committer:
                 self._announce_again, lambda: broadcasts.store_if_unreachable(actors)
             )
         elif self._is_unreadable(actors, version):
-            self._republished_version, tensors = version, weights()
+            self._republished_version, snapshot = version, weights()
             logger.warning("an actor cannot read version %d: it is published again, also to the store", version)
             self._republishing = self._thread.submit(
-                self._announce_again, lambda: self._publisher.publish(version, tensors, durable=True)
+                self._announce_again, lambda: self._publisher.publish(version, snapshot, durable=True)
             )
 
     def _is_unreadable(self, actors: Mapping[str, ActorSample], version: int) -> bool:
@@ -178,13 +177,13 @@ class Committer:
         if self._broadcasts is not None:
             self._broadcasts.close()
 
-    def _publish(self, computed: ComputedStep, data: bytes, *, is_last: bool) -> WeightManifest:
+    def _publish(self, computed: ComputedStep, *, is_last: bool) -> WeightManifest:
         durable = self._config.keeps(computed.step) or computed.state is not None
         if self._broadcasts is None:
-            return self._publisher.publish_bytes(computed.step, data, durable=durable)
+            return self._publisher.publish(computed.step, computed.weights, durable=durable)
         # No actor loads the last version: its announcement ends the actors.
         actors = computed.reserved.actors if computed.reserved is not None and not is_last else {}
-        return self._broadcasts.publish(computed.step, computed.weights, data, durable=durable, actors=actors)
+        return self._broadcasts.publish(computed.step, computed.weights, durable=durable, actors=actors)
 
     def _announce_again(self, find: Callable[[], WeightManifest | None]) -> None:
         """Announce the newest version again if `find` returns another manifest for it."""
@@ -212,16 +211,15 @@ class Committer:
     def _commit(self, computed: ComputedStep) -> Commit:
         started = time.monotonic()
         step, is_last = computed.step, computed.step == self._config.trainer.steps
-        data = serialize(computed.weights)
         manifest = None
         if self._config.publishes(step):
-            manifest = self._publish(computed, data, is_last=is_last)
+            manifest = self._publish(computed, is_last=is_last)
         published = time.monotonic()
         if computed.state is not None:
             save_checkpoint(self._store, step, self._epoch.epoch, *computed.state)
             self.checkpoint_seconds = time.monotonic() - published
             self._checkpoint = CheckpointRef(step=step, epoch=self._epoch.epoch)
-        commit = self._commit_record(computed, hashlib.sha256(data).hexdigest())
+        commit = self._commit_record(computed)
         commit = commit.model_copy(
             update={
                 "manifest": manifest,
@@ -229,7 +227,7 @@ class Committer:
                     **computed.metrics,
                     "time/commit_seconds": time.monotonic() - started,
                     "weights/published_seconds": published - started,
-                    "weights/bytes": float(len(data)),
+                    "weights/bytes": float(computed.weights.entry.size),
                 },
                 "committed_at": time.time(),
             }
@@ -266,7 +264,7 @@ class Committer:
         except StoreError as error:
             logger.warning("old checkpoints or weights are not removed: %s", error)
 
-    def _commit_record(self, computed: ComputedStep, sha256: str) -> Commit:
+    def _commit_record(self, computed: ComputedStep) -> Commit:
         reserved = computed.reserved or Reserved(re=0, is_ready=False)  # step 0 has no reservation
         batches: tuple[FileEntry, ...] = ()
         if computed.batch is not None:
@@ -281,7 +279,7 @@ class Committer:
             step=computed.step,
             epoch=self._epoch.epoch,
             batches=batches,
-            weights_sha256=sha256,
+            weights_digest=computed.weights.entry.digest,
             manifest=None,
             checkpoint=self._checkpoint,
             fates=reserved.decided,

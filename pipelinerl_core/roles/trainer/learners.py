@@ -241,14 +241,14 @@ def _load(config: RunConfig, device: torch.device, ranks: Ranks) -> _Loaded:
 
 def _adapter_note(config: RunConfig, path: Path, model: object, ranks: Ranks) -> AdapterNote:
     """The note of published adapters. Raises ConfigError if actors could not merge them into the model's files."""
-    base_sha256 = ""
+    base_digest = ""
     if ranks.rank == 0:  # other ranks publish nothing
         base = BaseWeights(path)
         weights = published_weights(model, config.learner.lora_scale)
         base.check({weight.name: tuple(weight.base.shape) for weight in weights if weight.adapter is not None})
-        base_sha256 = base.sha256
+        base_digest = base.digest
         base.close()
-    return AdapterNote(scale=config.learner.lora_scale, dtype=config.model.dtype, base_sha256=base_sha256)
+    return AdapterNote(scale=config.learner.lora_scale, dtype=config.model.dtype, base_digest=base_digest)
 
 
 def _reference(config: RunConfig, path: Path | str, model: object) -> object:

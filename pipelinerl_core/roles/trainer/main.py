@@ -57,10 +57,10 @@ from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.drain import stop_when_drained
 from pipelinerl_core.run.history import check_not_fenced, counted_commit_keys, read_commit, take_over
 from pipelinerl_core.run.records import EpochRecord, batch_key, quarantined_key
+from pipelinerl_core.storage.digests import entry_of
 from pipelinerl_core.telemetry.metrics import finite, step_metrics
 from pipelinerl_core.telemetry.parts import PartMetrics
 from pipelinerl_core.types import FileEntry, Float32Array, GroupKey, GroupRef, Rollout, TrainingRow, WeightManifest
-from pipelinerl_core.weights.files import entry_of
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 if TYPE_CHECKING:
@@ -159,9 +159,9 @@ class Trainer:
     def _adopt(self, commits: dict[int, str]) -> None:
         commit = adopt(self._store, self._learner, commits, self._config, self._watch.replayed)
         self._committer.adopt(commit)
-        weights = self._learner.weights()
+        weights = self._committer.snapshot(self._learner)
         self._rescoring.adopt(commit.metrics)
-        self._rescoring.published(commit.step, weights)
+        self._rescoring.published(commit.step, weights.tensors)
         self._committer.republish(commit, weights)
         self._samples = int(commit.metrics.get("progress/samples", 0))
         self._tokens = int(commit.metrics.get("progress/tokens", 0))
@@ -173,8 +173,8 @@ class Trainer:
 
     def _commit_initial(self) -> None:
         """Commit 0: the weights every run starts from, durable, with a checkpoint."""
-        now, weights = time.time(), self._learner.weights()
-        self._rescoring.published(0, weights)
+        now, weights = time.time(), self._committer.snapshot(self._learner)
+        self._rescoring.published(0, weights.tensors)
         self._committer.submit(
             ComputedStep(
                 step=0,
@@ -270,8 +270,8 @@ class Trainer:
         metrics["train/quarantined_groups"] = len(self._held(step).quarantined)
         if self._parts is not None:
             metrics |= self._parts.step(groups, reserved.fates)
-        weights = self._learner.weights()
-        self._rescoring.published(step, weights)
+        weights = self._committer.snapshot(self._learner)
+        self._rescoring.published(step, weights.tensors)
         metrics |= self._divergence(step, rows)
         self._watch.computed(step, rows, metrics, (waited_from, reserved_at, computed_at))
         logger.info("step %d: reward %.3f loss %.4f", step, metrics["reward/mean"], metrics["train/loss"])
@@ -364,7 +364,9 @@ class Trainer:
                 return answer, {(header.group_id, header.attempt): batch for header, batch in received}
             if isinstance(answer, Reserved):
                 reason = answer.reason
-                self._committer.republish_if_unreadable(answer.actors, self._learner.version, self._learner.weights)
+                self._committer.republish_if_unreadable(
+                    answer.actors, self._learner.version, lambda: self._committer.snapshot(self._learner)
+                )
                 if answer.ready_groups > most_ready:  # a long phase may fill slowly
                     most_ready = answer.ready_groups
                     deadline = time.monotonic() + self._config.group_seconds

@@ -25,7 +25,7 @@ from pipelinerl_core.data.codec import (
 )
 from pipelinerl_core.data.schema import BATCH_SCHEMA, ROLLOUT_SCHEMA
 from pipelinerl_core.errors import TrainingDiverged
-from pipelinerl_core.interfaces import Learner, Rescorer
+from pipelinerl_core.interfaces import Learner, Rescorer, WeightLayout
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.roles.trainer.rank_channel import NO_BYTES, Payload, RankChannel, translate_rank_errors
 from pipelinerl_core.training.own_functions import load_own_functions
@@ -80,8 +80,11 @@ class RankedLearner:
     def rescorer(self) -> Rescorer | None:
         return self._local.rescorer
 
-    def weights(self) -> dict[str, Tensor]:
-        return self._gathered("weights", self._local.weights)
+    def layout(self) -> WeightLayout:
+        return self._local.layout()
+
+    def weights(self, targets: Mapping[str, Tensor]) -> None:
+        self._gathered("weights", lambda: self._local.weights(targets))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return self._gathered("state", self._local.state)
@@ -138,7 +141,7 @@ def _execute(
         case "score":
             learner.logprobs_of(decode_rollouts(from_message(data, ROLLOUT_SCHEMA)))
         case "weights":
-            learner.weights()
+            learner.weights({})
         case "state":
             learner.state()
         case "load":

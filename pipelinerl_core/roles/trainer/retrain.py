@@ -4,7 +4,6 @@ The same learner trains the rows of batches/ in the recorded order. On a CPU, wi
 threads, losses and weights are equal to the last bit.
 """
 
-import hashlib
 import logging
 import shlex
 from collections.abc import Iterator, Mapping
@@ -13,15 +12,16 @@ from dataclasses import dataclass
 from pipelinerl_core.algo.adapters import Adapters
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data.codec import decode_batch, from_segment
-from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject, StoreError, StoreUnavailable
+from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, StoreUnavailable
 from pipelinerl_core.interfaces import Learner, ObjectStore
 from pipelinerl_core.roles.runtime.device import model_device
 from pipelinerl_core.run.history import read_commit, read_epochs
 from pipelinerl_core.run.processor import processor
 from pipelinerl_core.run.records import CheckpointRef, Commit, holds_adapters, parse_commit_key
+from pipelinerl_core.storage.digests import read_verified
 from pipelinerl_core.training.checkpoint import load_checkpoint
 from pipelinerl_core.types import FileEntry, TrainingRow
-from pipelinerl_core.weights.files import serialize
+from pipelinerl_core.weights.files import take_snapshot
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class ReplayedStep:
     """Metrics of the learner."""
     recorded_loss: float
     weights_match: bool
-    """Whether the weights after the step have the sha256 of the commit."""
+    """Whether the weights after the step have the digest of the commit."""
     is_exact: bool = True
     """Whether the weights must match: this step and all before it had this arithmetic (see `inexact_steps`)."""
 
@@ -53,9 +53,9 @@ class ReplayedStep:
         return "close" if is_close and not self.is_exact else "DIFFERS"
 
 
-def weights_sha256(learner: Learner) -> str:
-    """sha256 of the learner's weights in the published form."""
-    return hashlib.sha256(serialize(learner.weights())).hexdigest()
+def weights_digest(learner: Learner) -> str:
+    """Digest of the learner's weights in the published form."""
+    return take_snapshot(learner).entry.digest
 
 
 def read_rows(store: ObjectStore, commit: Commit) -> list[TrainingRow]:
@@ -64,10 +64,7 @@ def read_rows(store: ObjectStore, commit: Commit) -> list[TrainingRow]:
 
 
 def _read_batch(store: ObjectStore, entry: FileEntry) -> list[TrainingRow]:
-    data = store.get(entry.name)
-    digest = hashlib.sha256(data).hexdigest()
-    if digest != entry.sha256:
-        raise ChecksumMismatch(f"{entry.name}: sha256 {digest[:12]}, its commit says {entry.sha256[:12]}")
+    data = read_verified(store, entry.name, entry)
     return [row for batch in from_segment(data) for row in decode_batch(batch)]
 
 
@@ -117,13 +114,13 @@ def _check_base(store: ObjectStore, learner: Learner, commits: dict[int, str]) -
     except StoreError as error:
         logger.error("version %d left out, so the base model is not compared: %s", first.version, error)
         return
-    weights = learner.weights()
+    note = learner.layout().note
     assert isinstance(recorded, Adapters)
-    assert isinstance(weights, Adapters)
-    if recorded.note.base_sha256 != weights.note.base_sha256:
+    assert note is not None
+    if recorded.note.base_digest != note.base_digest:
         raise ConfigError(
-            f"model.path: the model there has sha256 {weights.note.base_sha256[:12]}, this run's adapters were "
-            f"trained beside {recorded.note.base_sha256[:12]}. Put that model there"
+            f"model.path: the model there has the digest {note.base_digest[:12]}, this run's adapters were "
+            f"trained beside {recorded.note.base_digest[:12]}. Put that model there"
         )
 
 
@@ -163,5 +160,5 @@ def replay_steps(store: ObjectStore, learner: Learner, commits: dict[int, str], 
             step=step,
             metrics=metrics,
             recorded_loss=commit.metrics["train/loss"],
-            weights_match=weights_sha256(learner) == commit.weights_sha256,
+            weights_match=weights_digest(learner) == commit.weights_digest,
         )

@@ -27,6 +27,7 @@ from pipelinerl_core.roles.hub.recovery import summarize
 from pipelinerl_core.training.policy import PolicyOutput, pack_loss
 from pipelinerl_core.types import TurnSpan
 from tests.builders import group_named
+from tests.models import published_by
 from tests.rollout_rows import build_rollout
 from tests.unit.training.learner_case import config, learner_of, tiny_model
 
@@ -142,8 +143,8 @@ def test_recorded_rows_give_the_same_packs_and_losses_to_the_last_bit(pack_token
     for _ in range(3):
         stats = [learner.step(step_rows) for learner, step_rows in zip(learners, (rows, recorded(rows)), strict=True)]
         assert stats[0] == {**stats[1], "time/compute_seconds": stats[0]["time/compute_seconds"]}
-    for name, weight in learners[0].weights().items():
-        assert torch.equal(weight, learners[1].weights()[name]), name
+    for name, weight in published_by(learners[0]).items():
+        assert torch.equal(weight, published_by(learners[1])[name]), name
 
 
 def test_tokens_between_turns_have_no_gradient():

@@ -345,8 +345,8 @@ class Shifted:
     logged = NO_STEP
     room = 1000
 
-    def log(self, step: int, metrics: dict[str, float], *, at: float | None = None, weights_sha256: str = "") -> None:
-        self._tracker.log(self._first + step, metrics, at=at, weights_sha256=weights_sha256)
+    def log(self, step: int, metrics: dict[str, float], *, at: float | None = None, weights_digest: str = "") -> None:
+        self._tracker.log(self._first + step, metrics, at=at, weights_digest=weights_digest)
 
 
 def sync_with(path: tuple[Any, ...], number: float) -> Said:

@@ -321,7 +321,7 @@ def test_weights_table_by_hand(store, two_step_run):
     ]
     assert rows[2]["swapped"].timestamp() == 108.0
     assert rows[2]["published"].timestamp() == pytest.approx(100.65)
-    assert rows[0]["sha256"] != rows[2]["sha256"]
+    assert rows[0]["digest"] != rows[2]["digest"]
 
 
 def test_a_batch_of_another_version_is_refused_by_name(store, two_step_run):

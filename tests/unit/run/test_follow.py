@@ -25,7 +25,7 @@ class Recorder:
         self.entries = []
         self.lost_at = []
 
-    def log(self, step, metrics, *, at=None, weights_sha256=""):
+    def log(self, step, metrics, *, at=None, weights_digest=""):
         self.entries.append((step, dict(metrics)))
         self.room -= 1
 
@@ -121,13 +121,13 @@ def test_forward_logs_commits_and_evaluations(store):
     assert all(re.fullmatch(declared, key) for _, metrics in recorder.entries for key in metrics)
 
 
-def sha256_of(store, step):
-    return read_commit(store, commit_key(step, 2)).weights_sha256
+def digest_of(store, step):
+    return read_commit(store, commit_key(step, 2)).weights_digest
 
 
 def test_steps_that_the_tracker_has_are_not_logged_again(store):
     write_run(store, Shape(steps=5))
-    recorder = Recorder(LoggedStep(3, sha256_of(store, 3)))
+    recorder = Recorder(LoggedStep(3, digest_of(store, 3)))
     forward(RunFollower(store), recorder)
     assert recorder.steps[:2] == [4, 5]
     assert recorder.lost_at == []
@@ -139,7 +139,7 @@ def test_nothing_is_logged_before_the_newest_step_of_the_tracker_is_known(store)
     forwarder = Forwarder(RunFollower(store), recorder)
     forwarder.refresh()
     assert recorder.entries == []
-    recorder.logged = LoggedStep(4, sha256_of(store, 4))
+    recorder.logged = LoggedStep(4, digest_of(store, 4))
     assert forwarder.push()
     assert recorder.steps[0] == 5
 

@@ -140,8 +140,8 @@ def test_a_resume_starts_while_mlflow_answers_nothing_and_asks_for_no_history(ru
 
 
 def test_a_resume_logs_the_steps_that_mlflow_lacks_with_few_requests(run, server, monkeypatch):
-    sha256 = read_commit(run.store, commit_key(3, 2)).weights_sha256
-    server.runs["old"][LOGGED_TAG] = json.dumps({"step": 3, "weights_sha256": sha256})
+    digest = read_commit(run.store, commit_key(3, 2)).weights_digest
+    server.runs["old"][LOGGED_TAG] = json.dumps({"step": 3, "weights_digest": digest})
     with resume(run, server, monkeypatch):
         pass
     assert sorted(server.steps["old"]) == [4, 5]
@@ -153,7 +153,7 @@ def test_a_resume_logs_the_steps_that_mlflow_lacks_with_few_requests(run, server
 def test_a_run_restored_from_an_older_copy_goes_to_a_new_mlflow_run_and_the_old_mlflow_run_is_marked(
     run, server, monkeypatch, caplog
 ):
-    server.runs["old"][LOGGED_TAG] = json.dumps({"step": 8, "weights_sha256": "8" * 64})
+    server.runs["old"][LOGGED_TAG] = json.dumps({"step": 8, "weights_digest": "8" * 64})
     with resume(run, server, monkeypatch) as watch:
         pass
     assert sorted(server.steps["new"]) == [1, 2, 3, 4, 5]

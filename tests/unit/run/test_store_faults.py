@@ -43,6 +43,7 @@ from pipelinerl_core.weights.publish import WeightPublisher
 from tests.builders import hub_record, put_commit, put_epoch, put_run
 from tests.fake_s3 import OUTAGES, Answer, serving
 from tests.fakes import MemoryStore
+from tests.models import publish
 from tests.rollout_rows import build_rollout
 from tests.synthetic_run import put_batch, training_row
 
@@ -89,14 +90,14 @@ def put_step(store: ObjectStore, step: int) -> None:
         rows = [rollout for group_id in groups for rollout in group(group_id)]
         store.put(rollout_key("actor-0", 1, step), to_segment([encode_rollouts("run", rows)]))
     publisher = WeightPublisher(store, run_id="run", epoch=EPOCH, use_shm=False)
-    manifest = publisher.publish(step, {"w": torch.full((2,), float(step))}, durable=True)
+    manifest = publish(publisher, step, {"w": torch.full((2,), float(step))}, durable=True)
     checkpoint = CheckpointRef(step=step // 4 * 4, epoch=EPOCH)
     if step % 4 == 0:
         save_checkpoint(store, step, EPOCH, {"weights.w": torch.full((2,), float(step))}, {"version": step})
     put_commit(
         store, step, EPOCH, fates=tuple(fates), batches=batches, next_group_id=step + 1, manifest=manifest,
         open_groups=(0,) if step < DROPPED_AT else (), checkpoint=checkpoint,
-        weights_sha256=manifest.files[0].sha256,
+        weights_digest=manifest.files[0].digest,
     )  # fmt: skip
 
 

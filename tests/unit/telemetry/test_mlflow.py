@@ -58,12 +58,12 @@ def test_a_resumed_run_is_the_same_run_and_has_its_last_logged_step(uri):
     tracker = MlflowTracker(uri, "e", "two", config={"a": 1})
     assert tracker.logged == NO_STEP
     for step in (1, 2):
-        tracker.log(step, {"train/loss": float(step)}, weights_sha256=f"sha256 of {step}")
+        tracker.log(step, {"train/loss": float(step)}, weights_digest=f"digest of {step}")
     tracker.log(7, {"eval/accuracy": 1.0})
     tracker.close("KILLED")
     assert run_of(tracker).info.status == "KILLED"
     by_id = MlflowTracker(uri, "e", "two", run_id=tracker.run_id, config={"a": 1, "b": 2})
-    assert (by_id.run_id, by_id.logged) == (tracker.run_id, LoggedStep(2, "sha256 of 2"))
+    assert (by_id.run_id, by_id.logged) == (tracker.run_id, LoggedStep(2, "digest of 2"))
     assert run_of(by_id).info.status == "RUNNING"
     by_id.close()
     by_name = MlflowTracker(uri, "e", "two")

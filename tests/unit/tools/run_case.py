@@ -1,7 +1,5 @@
 """A run of three steps in memory, which audits and garbage collection read."""
 
-import hashlib
-
 import numpy as np
 import torch
 
@@ -9,11 +7,13 @@ from pipelinerl_core.data.codec import encode_batch, encode_rollouts, to_segment
 from pipelinerl_core.messages import FateRecord
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.run.records import CheckpointRef, Commit, batch_key, commit_key, rollout_key
+from pipelinerl_core.storage.digests import entry_of
 from pipelinerl_core.training.checkpoint import save_checkpoint
-from pipelinerl_core.types import FileEntry, TrainingRow
+from pipelinerl_core.types import TrainingRow
 from pipelinerl_core.weights.publish import WeightPublisher
 from tests.builders import put_commit, put_epoch
 from tests.fakes import MemoryStore
+from tests.models import publish
 from tests.rollout_rows import build_rollout
 from tests.synthetic_run import put_record
 
@@ -45,7 +45,7 @@ def put_batch(store, step, rows):
     data = to_segment([encode_batch("run", step, rows)])
     key = batch_key(step, EPOCH, rank=0)
     store.put(key, data)
-    return FileEntry(name=key, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    return entry_of(key, data)
 
 
 def commit_of(store, step):
@@ -83,14 +83,14 @@ def stored_run():
         put_epoch(store, epoch, role)
     publisher = WeightPublisher(store, run_id="run", epoch=EPOCH, use_shm=False)
     for step in range(STEPS + 1):
-        manifest = publisher.publish(step, {"w": torch.full((2, 2), float(step))}, durable=True)
+        manifest = publish(publisher, step, {"w": torch.full((2, 2), float(step))}, durable=True)
         rows = rows_of(step) if step else []
         put_commit(
             store,
             step,
             EPOCH,
             batches=(put_batch(store, step, rows),) if step else (),
-            weights_sha256=manifest.files[0].sha256,
+            weights_digest=manifest.files[0].digest,
             manifest=manifest,
             checkpoint=CheckpointRef(step=STEPS, epoch=EPOCH) if step == STEPS else None,
             fates=fates(step) if step else (),

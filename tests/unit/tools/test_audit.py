@@ -77,14 +77,14 @@ FAULTS = {
         lambda s: change(s, 2, fates=tuple(fate.model_copy(update={"num_tokens": 11}) for fate in fates(2))),
         "has 12 tokens in the batch, 11 in total",
     ),
-    "a batch file flipped": (lambda s: flip(s, batch_key(2, EPOCH, rank=0)), "sha256 .* the manifest says"),
+    "a batch file flipped": (lambda s: flip(s, batch_key(2, EPOCH, rank=0)), "digest .* its record says"),
     "a batch file gone": (lambda s: s.delete([batch_key(2, EPOCH, rank=0)]), "batches/00000002.2/0000.arrow"),
     "the newest weights flipped": (
         lambda s: flip(s, "weights/00000003.2/model.safetensors"),
-        "sha256 .* the manifest says",
+        "digest .* its record says",
     ),
     "weights of another checksum": (
-        lambda s: change(s, 1, weights_sha256="0" * 64),
+        lambda s: change(s, 1, weights_digest="0" * 64),
         "commit 1: the checksum of the weights differs",
     ),
 }
@@ -106,11 +106,11 @@ def test_each_fault_is_named(store, fault):
 DAMAGES = {
     "older weights flipped": (
         lambda s: flip(s, "weights/00000001.2/model.safetensors"),
-        "sha256 .* the manifest says",
+        "digest .* its record says",
     ),
     "a checkpoint torn": (
         lambda s: [s.put(key, b"x") for key in s.list("checkpoints") if not key.endswith("json")],
-        "1 bytes, the manifest says",
+        "1 bytes, its record says",
     ),
     "a checkpoint's manifest torn": (
         lambda s: [s.put(key, b"{") for key in s.list("checkpoints") if key.endswith("json")],

@@ -16,18 +16,19 @@ from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import read_commit, take_epoch
-from pipelinerl_core.run.records import ADAPTERS_FILE, RUN_KEY, RunRecord
+from pipelinerl_core.run.records import RUN_KEY, RunRecord
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tools.export import export
 from pipelinerl_core.weights.base import BaseWeights
-from pipelinerl_core.weights.files import entry_of, serialize
+from pipelinerl_core.weights.files import entry_of
 from pipelinerl_core.weights.publish import WeightPublisher
 from tests.builders import put_commit, put_run
+from tests.models import file_of, publish
 from tests.synthetic_run import put_record
 
 
-def sha256_of(weights):
-    return entry_of("any name", serialize(weights)).sha256
+def digest_of(weights):
+    return entry_of("any name", file_of(weights)).digest
 
 
 @pytest.fixture
@@ -53,8 +54,8 @@ def run(tmp_path, model):
     publisher = WeightPublisher(store, run_id="one", epoch=epoch.epoch, use_shm=False)
     for step in range(3):
         weights = {name: torch.full_like(tensor, float(step)) for name, tensor in model.named_parameters()}
-        manifest = publisher.publish(step, weights, durable=True) if step != 1 else None
-        put_commit(store, step, epoch.epoch, run_id="one", manifest=manifest, weights_sha256=sha256_of(weights),
+        manifest = publish(publisher, step, weights, durable=True) if step != 1 else None
+        put_commit(store, step, epoch.epoch, run_id="one", manifest=manifest, weights_digest=digest_of(weights),
                    metrics={"reward/mean": step / 10})  # fmt: skip
     return url
 
@@ -97,7 +98,7 @@ def test_a_version_that_cannot_be_exported_is_refused_and_leaves_no_directory(ru
     (weights,) = (tmp_path / "runs/one/weights").glob("00000002.*/model.safetensors")
     data = weights.read_bytes()
     weights.write_bytes(data[:-1])
-    with pytest.raises(PipelineRLError, match=f"{len(data) - 1} bytes, the manifest says {len(data)}"):
+    with pytest.raises(PipelineRLError, match=f"{len(data) - 1} bytes, its record says {len(data)}"):
         export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -110,9 +111,9 @@ def publish_adapters(url, start, adapters):
     put_record(store, RUN_KEY, record.model_copy(update={"config": config.model_dump(mode="json")}))
     (key,) = (key for key in store.list("commits") if key.startswith("commits/00000002"))
     commit = read_commit(store, key)
-    publisher = WeightPublisher(store, run_id="one", epoch=commit.epoch, use_shm=False, file_name=ADAPTERS_FILE)
-    manifest = publisher.publish(2, adapters, durable=True)
-    put_record(store, key, commit.model_copy(update={"manifest": manifest, "weights_sha256": sha256_of(adapters)}))
+    publisher = WeightPublisher(store, run_id="one", epoch=commit.epoch, use_shm=False)
+    manifest = publish(publisher, 2, adapters, durable=True)
+    put_record(store, key, commit.model_copy(update={"manifest": manifest, "weights_digest": digest_of(adapters)}))
 
 
 @pytest.mark.slow
@@ -122,7 +123,7 @@ def test_adapters_are_merged_into_the_starting_model(run, tmp_path):
     adapted = "model.layers.0.mlp.up_proj.weight"
     # Adds scale * B @ A = 2 * 0.5 * 1 = 1 to each element of the adapted weight.
     factors = dict(zip(factor_names(adapted), (torch.ones(1, 8), torch.full((8, 1), 0.5)), strict=True))
-    note = AdapterNote(scale=2.0, dtype="float32", base_sha256=BaseWeights(start).sha256)
+    note = AdapterNote(scale=2.0, dtype="float32", base_digest=BaseWeights(start).digest)
     publish_adapters(run, start, Adapters(factors, note))
 
     origin = export(run, tmp_path / "out")
@@ -133,6 +134,6 @@ def test_adapters_are_merged_into_the_starting_model(run, tmp_path):
     assert origin["num_bytes"] == (tmp_path / "out" / "model.safetensors").stat().st_size
     base[adapted][0] += 1.0
     save_file(base, start / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(PipelineRLError, match="version 2: adapters of a base model with sha256"):
+    with pytest.raises(PipelineRLError, match="version 2: adapters of a base model with the digest"):
         export(run, tmp_path / "again")
     assert not (tmp_path / "again").exists()

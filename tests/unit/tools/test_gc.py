@@ -30,6 +30,7 @@ from pipelinerl_core.training.checkpoint import save_checkpoint
 from pipelinerl_core.weights.publish import WeightPublisher
 from tests.builders import hub_record, partial_row, put_commit, put_epoch
 from tests.fakes import MemoryStore
+from tests.models import publish
 from tests.synthetic_run import Shape, put_record, write_run
 from tests.unit.tools.run_case import CONFIG, EPOCH, STEPS, change, commit_of, stored_run
 
@@ -78,7 +79,7 @@ def put_next_steps(store, *steps, epoch=4):
     """A trainer of a later epoch goes on."""
     for step in steps:
         publisher = WeightPublisher(store, run_id="run", epoch=epoch, use_shm=False)
-        manifest = publisher.publish(step, {"w": torch.full((2, 2), float(step))}, durable=True)
+        manifest = publish(publisher, step, {"w": torch.full((2, 2), float(step))}, durable=True)
         store.put(batch_key(step, epoch, rank=0), b"x")
         commit = commit_of(store, STEPS).model_copy(update={"step": step, "epoch": epoch, "manifest": manifest})
         put_record(store, commit_key(step, epoch), commit)
@@ -266,8 +267,8 @@ def put_versions(store, num, *, epoch=EPOCH):
     put_commit(store, 0, epoch)
     for step in range(1, num + 1):
         publisher = WeightPublisher(store, run_id="run", epoch=epoch, use_shm=False)
-        manifest = publisher.publish(step, {"w": torch.full((2, 2), float(step))}, durable=True)
-        put_commit(store, step, epoch, manifest=manifest, weights_sha256=manifest.files[0].sha256)
+        manifest = publish(publisher, step, {"w": torch.full((2, 2), float(step))}, durable=True)
+        put_commit(store, step, epoch, manifest=manifest, weights_digest=manifest.files[0].digest)
 
 
 def versions_in(store):
@@ -294,7 +295,7 @@ def test_a_version_that_was_published_again_displaces_another_version_without_da
     store, config = MemoryStore(), build_config({"weights": {"keep": 5}, "eval": {"num_prompts": 0}})
     put_epoch(store, EPOCH)
     put_versions(store, 40)
-    put_commit(store, 38, EPOCH, weights_sha256="0" * 64)  # not durable; an actor could not read its weights
+    put_commit(store, 38, EPOCH, weights_digest="0" * 64)  # not durable; an actor could not read its weights
     remove_weights(store, weights_to_remove(config, store.list("weights"), 40))
     assert versions_in(store) == [36, 37, 38, 39, 40]
     audit = Audit(store, config).run()

@@ -8,6 +8,7 @@ import torch
 
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.training.learning_rate import LearningRate
+from tests.models import published_by
 from tests.unit.training.learner_case import config, learner_of, rows_of, tiny_model
 
 
@@ -73,7 +74,7 @@ def test_a_step_moves_the_weights_by_the_scaled_rate():
     run_config = config(lr=1e-2, warmup_steps=0, ess_scaling=True, ess_reference=1.0)
     rows = rows_of(run_config)
     scaled, free = learner_of(tiny_model(), run_config), started()
-    before = free.weights()
+    before = published_by(free)
     metrics, plain = scaled.step(rows), free.step(rows)
     factor = math.sqrt(metrics["importance/ess_sequence"])
     assert 0 < factor < 0.9
@@ -81,7 +82,7 @@ def test_a_step_moves_the_weights_by_the_scaled_rate():
     assert metrics["train/learning_rate"] == pytest.approx(factor * plain["train/learning_rate"])
     assert "control/lr_factor" not in plain
     for name, tensor in before.items():
-        moved, wanted = scaled.weights()[name] - tensor, factor * (free.weights()[name] - tensor)
+        moved, wanted = published_by(scaled)[name] - tensor, factor * (published_by(free)[name] - tensor)
         torch.testing.assert_close(moved, wanted, rtol=1e-4, atol=1e-7)
 
 
@@ -102,8 +103,8 @@ def test_steps_after_a_checkpoint_have_the_same_bits():
     for first_metrics, other in zip(all_metrics[2:], repeated, strict=True):
         for name in ("train/loss", "train/learning_rate", "control/lr_factor"):
             assert first_metrics[name] == other[name]
-    for name, tensor in first.weights().items():
-        assert torch.equal(tensor, again.weights()[name])
+    for name, tensor in published_by(first).items():
+        assert torch.equal(tensor, published_by(again)[name])
 
 
 def test_a_reference_of_1_on_data_on_policy_changes_no_bit():
@@ -115,5 +116,5 @@ def test_a_reference_of_1_on_data_on_policy_changes_no_bit():
     measured = started(ess_scaling=True)
     assert measured.step(rows)["control/lr_factor"] == 1.0
     free.step(rows)
-    for name, tensor in free.weights().items():
-        assert torch.equal(tensor, measured.weights()[name])
+    for name, tensor in published_by(free).items():
+        assert torch.equal(tensor, published_by(measured)[name])

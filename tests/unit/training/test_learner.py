@@ -25,6 +25,7 @@ from pipelinerl_core.training.model import (
     prepare_model,
 )
 from pipelinerl_core.types import WeightSpan
+from tests.models import published_by
 from tests.unit.training.learner_case import (
     TEMPERATURE,
     config,
@@ -102,7 +103,7 @@ def test_steps_are_adamw_with_warm_up_and_clipping():
     for name, parameter in plain.named_parameters():
         # A bias of the keys shifts all scores of a query alike: its gradient is rounding, which Adam blows up.
         if "k_proj.bias" not in name:
-            torch.testing.assert_close(learner.weights()[name], parameter.detach(), rtol=0, atol=2e-6)
+            torch.testing.assert_close(published_by(learner)[name], parameter.detach(), rtol=0, atol=2e-6)
 
 
 def test_warm_up_is_linear_and_then_constant():
@@ -236,14 +237,14 @@ def test_garbage_recorded_for_unsampled_tokens_reaches_nothing():
 
 def test_a_number_that_is_not_finite_stops_before_the_weights_change():
     learner = learner_of(tiny_model(), config())
-    before = learner.weights()
+    before = published_by(learner)
     rows = rows_of(config())
     rows[2].rollout.rollout_logprobs[0] = np.nan
     message = r"step 1: train/loss=nan, train/grad_norm=nan.*last good weights are version 0"
     with pytest.raises(TrainingDiverged, match=message):
         learner.step(rows)
     assert learner.version == 0
-    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.weights().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in published_by(learner).items())
     learner.step(rows_of(config()))  # and nothing of it is left in the gradients
     assert learner.version == 1
 
@@ -289,11 +290,11 @@ def test_logprobs_of_keeps_the_order_of_rollouts_and_takes_every_token():
 
 def test_weights_are_a_snapshot_with_each_tied_weight_once():
     learner = learner_of(tiny_model(), config())
-    snapshot = learner.weights()
+    snapshot = published_by(learner)
     copies = {name: tensor.clone() for name, tensor in snapshot.items()}
     learner.step(rows_of(config()))
     assert all(torch.equal(snapshot[name], copies[name]) for name in snapshot)
-    assert any(not torch.equal(snapshot[name], tensor) for name, tensor in learner.weights().items())
+    assert any(not torch.equal(snapshot[name], tensor) for name, tensor in published_by(learner).items())
     assert "lm_head.weight" not in snapshot
     assert snapshot.keys() == dict(tiny_model().named_parameters()).keys()
 
@@ -316,8 +317,8 @@ def test_a_resumed_run_continues_bit_for_bit(store, dtype):
 
     for metrics, other in zip(expected, again, strict=True):
         assert {**metrics, "time/compute_seconds": 0} == {**other, "time/compute_seconds": 0}
-    for name, tensor in learner.weights().items():
-        assert torch.equal(tensor, successor.weights()[name]), name
+    for name, tensor in published_by(learner).items():
+        assert torch.equal(tensor, published_by(successor)[name]), name
 
 
 def test_bfloat16_weights_follow_float32_masters():
@@ -328,7 +329,7 @@ def test_bfloat16_weights_follow_float32_masters():
     after, _ = learner.state()
     changed = [not torch.equal(after[name], before[name]) for name in before if name.startswith("weights.")]
     assert all(changed)
-    for name, tensor in learner.weights().items():
+    for name, tensor in published_by(learner).items():
         assert tensor.dtype == torch.bfloat16
         assert torch.equal(tensor, after[f"weights.{name}"].bfloat16())
 
@@ -373,12 +374,12 @@ def test_a_step_without_a_sampled_token_moves_nothing_but_the_version():
         row.rollout.loss_mask[:] = False
         row.loss_mask[:] = False
     learner = learner_of(tiny_model(), run_config)
-    before = learner.weights()
+    before = published_by(learner)
     stats = learner.step(rows)
     names = ("train/loss", "train/grad_norm", "importance/ess", "train/num_packs")
     assert ([stats[name] for name in names], learner.version) == ([0.0, 0.0, 1.0, 0], 1)
     assert "policy/kl_ref" not in stats
-    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.weights().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in published_by(learner).items())
 
 
 def test_a_checkpoint_without_its_manifest_does_not_exist(store):
@@ -398,7 +399,7 @@ def test_changed_bytes_of_a_checkpoint_are_refused(store):
     data = bytearray(store.get(key))
     data[-1] ^= 1
     store.put(key, bytes(data))
-    with pytest.raises(StoreError, match=r"state.safetensors: .* but the manifest has"):
+    with pytest.raises(StoreError, match=r"state.safetensors: .* its record says"):
         load_checkpoint(store, 3, 1)
 
 
@@ -434,8 +435,8 @@ def test_packs_computed_at_once_give_the_same_bits():
         metrics, other = alone.step(rows), together.step(rows)
         assert metrics["train/num_packs"] > 3
         assert {**metrics, "time/compute_seconds": 0} == {**other, "time/compute_seconds": 0}
-    for name, tensor in alone.weights().items():
-        assert torch.equal(tensor, together.weights()[name]), name
+    for name, tensor in published_by(alone).items():
+        assert torch.equal(tensor, published_by(together)[name]), name
 
 
 def test_checkpointed_activations_are_computed_twice_and_change_no_bit():

@@ -20,6 +20,7 @@ from pipelinerl_core.training.lora import (
 )
 from pipelinerl_core.training.model import checkpoint_activations, prepare_model
 from tests.fakes import MemoryStore
+from tests.models import published_by
 from tests.unit.training.learner_case import config, plain_loss, rows_of, tiny_model
 
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -56,7 +57,8 @@ def set_b(model, seed=0):
 def test_merged_is_w_plus_s_b_a(dtype):
     base = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], dtype=dtype)
     a, b = torch.tensor([[1.0, 0.0, -1.0]], dtype=dtype), torch.tensor([[2.0], [3.0]], dtype=dtype)
-    merged = PublishedWeight("w", base, (a, b), 0.5).merged()
+    merged = torch.empty_like(base)
+    PublishedWeight("w", base, (a, b), 0.5).copy_to(merged)
     assert merged.tolist() == [[2.0, 2.0, 2.0], [5.5, 5.0, 4.5]]
     assert merged.dtype == dtype
     assert base.tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
@@ -65,7 +67,8 @@ def test_merged_is_w_plus_s_b_a(dtype):
 def test_bfloat16_is_rounded_once():
     # 1 + 2 * (1/512 + 1/512) = 1.0078125, which bfloat16 has; each 1/512 alone would vanish beside 1.
     base, a = torch.ones(1, 1, dtype=torch.bfloat16), torch.full((2, 1), 1 / 512, dtype=torch.bfloat16)
-    merged = PublishedWeight("w", base, (a, torch.ones(1, 2, dtype=torch.bfloat16)), 2.0).merged()
+    merged = torch.empty_like(base)
+    PublishedWeight("w", base, (a, torch.ones(1, 2, dtype=torch.bfloat16)), 2.0).copy_to(merged)
     assert merged.item() == 1.0078125
 
 
@@ -78,9 +81,9 @@ def test_adapters_are_beside_every_linear_layer_of_the_blocks_and_change_nothing
     assert trained["model.layers.1.mlp.down_proj.lora_A.weight"].shape == (4, 48)
     assert trained["model.layers.1.mlp.down_proj.lora_B.weight"].shape == (32, 4)
     assert not any(module.training for module in model.modules())
-    published = learner_with(model, run_config).weights()
+    published = published_by(learner_with(model, run_config))
     base = dict(tiny_model().named_parameters())
-    assert list(published) == list(base)
+    assert published.keys() == base.keys()
     assert all(torch.equal(tensor, base[name]) for name, tensor in published.items())
 
 
@@ -105,7 +108,7 @@ def test_the_gradient_is_that_of_a_plain_model_with_merged_weights():
     learner = learner_with(model, run_config)
     rows = rows_of(run_config)
     plain = tiny_model()
-    plain.load_state_dict(learner.weights(), strict=False)
+    plain.load_state_dict(published_by(learner), strict=False)
     loss = plain_loss(plain, rows, ratio_max=1.5)
     loss.backward()
     merged = {name: parameter.grad for name, parameter in plain.named_parameters()}
@@ -129,7 +132,7 @@ def test_the_trainer_scores_as_an_engine_with_the_merged_weights():
     for _ in range(3):
         learner.step(rows)
     plain = prepare_model(tiny_model())
-    plain.load_state_dict(learner.weights(), strict=False)
+    plain.load_state_dict(published_by(learner), strict=False)
     rollouts = [row.rollout for row in rows]
     scored = zip(learner.logprobs_of(rollouts), learner_with(plain, config(40)).logprobs_of(rollouts), strict=True)
     assert max(abs(first - other).max() for first, other in scored) < 1e-4
@@ -144,7 +147,7 @@ def test_steps_change_adapters_alone():
         learner.step(rows_of(run_config, step))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]) == ("lora_" not in name), name
-    base, changed = dict(tiny_model().named_parameters()), learner.weights()
+    base, changed = dict(tiny_model().named_parameters()), published_by(learner)
     moved = {name.split(".")[-2] for name in changed if not torch.equal(changed[name], base[name])}
     assert moved == LINEAR
 
@@ -165,7 +168,7 @@ def test_a_checkpoint_of_adapters_continues_bit_for_bit(store, dtype):
     successor.load_state(tensors, values)
     again = successor.step(rows_of(run_config, 2))
     assert {**expected, "time/compute_seconds": 0} == {**again, "time/compute_seconds": 0}
-    assert all(torch.equal(tensor, successor.weights()[name]) for name, tensor in learner.weights().items())
+    assert all(torch.equal(tensor, published_by(successor)[name]) for name, tensor in published_by(learner).items())
 
 
 def test_a_checkpoint_of_another_rank_is_refused():

@@ -9,6 +9,7 @@ from pipelinerl_core.config.losses import DapoLoss, GspoLoss, ReinforceLoss
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import prepare_model
+from tests.models import published_by
 from tests.unit.training.learner_case import config, groups, tiny_model
 
 PACKING = {"time/compute_seconds", "train/num_packs", "train/pack_fill"}
@@ -30,7 +31,7 @@ def step(run_config, rows, *, skips):
     learner = TorchLearner(model, run_config, batcher=batcher)
     metrics = learner.step(rows)
     num_backward = sum(batch.needs_backward for batch in batcher.rows(rows))
-    return learner.weights(), metrics, num_backward
+    return published_by(learner), metrics, num_backward
 
 
 @pytest.mark.parametrize("loss", [ReinforceLoss(), DapoLoss(), GspoLoss()], ids=lambda loss: loss.kind)

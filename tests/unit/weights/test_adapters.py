@@ -22,11 +22,11 @@ from pipelinerl_core.run.records import ADAPTERS_FILE, CheckpointRef, commit_key
 from pipelinerl_core.training.checkpoint import save_checkpoint
 from pipelinerl_core.training.lora import trained_parameters
 from pipelinerl_core.weights.base import BaseWeights
-from pipelinerl_core.weights.files import deserialize, serialize
+from pipelinerl_core.weights.files import parse, snapshot_of, take_snapshot
 from pipelinerl_core.weights.publish import WeightPublisher
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.builders import commit_record, put_epoch
-from tests.models import tiny_model
+from tests.models import file_of, published_by, tiny_model
 from tests.synthetic_run import put_record
 from tests.unit.roles.actor.actor_case import Engine, Link, actor, turns
 from tests.waiting import until
@@ -58,8 +58,8 @@ def learner_of(config):
 
 
 def publish(store, weights, *, use_shm=False, version=3, durable=True):
-    publisher = WeightPublisher(store, run_id="run", epoch=1, use_shm=use_shm, file_name=ADAPTERS_FILE)
-    return publisher.publish(version, weights, durable=durable)
+    publisher = WeightPublisher(store, run_id="run", epoch=1, use_shm=use_shm)
+    return publisher.publish(version, snapshot_of(weights, publisher.memory), durable=durable)
 
 
 @pytest.mark.parametrize("use_shm", [True, False])
@@ -71,8 +71,8 @@ def test_the_receiver_merges_to_the_weights_that_the_trainer_would_have_publishe
     changes = (f"model.dtype={dtype}", f"learner.lora_targets={targets}")
     config = config_of(model, *changes)
     adapters, merged = (
-        learner_of(config).weights(),
-        learner_of(config_of(model, *changes, content="merged")).weights(),
+        published_by(learner_of(config)),
+        published_by(learner_of(config_of(model, *changes, content="merged"))),
     )
     manifest = publish(store, adapters, use_shm=use_shm, durable=not use_shm)
     assert holds_adapters(manifest)
@@ -82,14 +82,14 @@ def test_the_receiver_merges_to_the_weights_that_the_trainer_would_have_publishe
 
     assert update.is_partial
     assert update.path is None  # a file that holds no weights is not for an engine
-    assert update.num_bytes == manifest.num_bytes < len(serialize(merged))
+    assert update.num_bytes == manifest.num_bytes < len(file_of(merged))
     assert len(update.tensors) == (4 if "q_proj" in targets else 14)
     for name, tensor in update.tensors.items():
         assert tensor.dtype == getattr(torch, dtype)
         assert torch.equal(tensor, merged[name]), name
         assert not torch.equal(tensor, load_file(model / "model.safetensors")[name].to(tensor.dtype))
     whole = BaseWeights(model).whole(subscriber.read(manifest), "here")
-    assert serialize(whole) == serialize(merged)
+    assert file_of(whole) == file_of(merged)
 
 
 def test_the_bits_do_not_depend_on_threads_or_on_where_the_factors_are():
@@ -108,16 +108,16 @@ def test_the_bits_do_not_depend_on_threads_or_on_where_the_factors_are():
 def test_the_note_travels_in_the_file_and_counts_for_its_checksum():
     factors = {"l.lora_A.weight": torch.ones(1, 2), "l.lora_B.weight": torch.ones(3, 1)}
     notes = [
-        AdapterNote(scale=s, dtype="float32", base_sha256=base) for s, base in ((2.0, "a"), (2.5, "a"), (2.0, "b"))
+        AdapterNote(scale=s, dtype="float32", base_digest=base) for s, base in ((2.0, "a"), (2.5, "a"), (2.0, "b"))
     ]
-    data = [serialize(Adapters(factors, note)) for note in notes]
+    data = [file_of(Adapters(factors, note)) for note in notes]
     assert len(set(data)) == 3
-    assert serialize(Adapters(dict(reversed(factors.items())), notes[0])) == data[0]
-    read = deserialize(data[1], "here")
+    assert file_of(Adapters(dict(reversed(factors.items())), notes[0])) == data[0]
+    read = parse(bytearray(data[1]), "here")
     assert isinstance(read, Adapters)
     assert read.note == notes[1]
     assert [(name, a.shape, b.shape) for name, a, b in read.pairs()] == [("l.weight", (1, 2), (3, 1))]
-    assert not isinstance(deserialize(serialize(factors), "here"), Adapters)
+    assert not isinstance(parse(bytearray(file_of(factors)), "here"), Adapters)
 
 
 def test_the_base_model_is_known_by_its_weights_not_by_its_files(model, tmp_path):
@@ -131,21 +131,22 @@ def test_the_base_model_is_known_by_its_weights_not_by_its_files(model, tmp_path
     save_file({"x": torch.zeros(1)}, sharded / "optimizer.safetensors")  # transformers does not read it
     index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert BaseWeights(sharded).sha256 == BaseWeights(model).sha256
+    assert BaseWeights(sharded).digest == BaseWeights(model).digest
     tensors[names[0]].view(-1)[0] += 1e-6
     save_file(tensors, tmp_path / "model.safetensors")
-    assert BaseWeights(tmp_path).sha256 != BaseWeights(model).sha256
+    assert BaseWeights(tmp_path).digest != BaseWeights(model).digest
 
 
 @pytest.mark.parametrize("is_read_by", ["subscriber", "actor"])
 async def test_adapters_of_another_model_are_refused_by_name_and_counted(store, model, tmp_path, caplog, is_read_by):
     other = tmp_path / "other"
     tiny_model("qwen2", 1).save_pretrained(other)
-    manifest = publish(store, learner_of(config_of(model)).weights())
+    manifest = publish(store, published_by(learner_of(config_of(model))))
     subscriber = WeightSubscriber(store, BaseWeights(other))
-    digest, wanted = BaseWeights(other).sha256[:12], BaseWeights(model).sha256[:12]
+    digest, wanted = BaseWeights(other).digest[:12], BaseWeights(model).digest[:12]
     says = (
-        f"weights of version 3: adapters of a base model with sha256 {wanted}, but the model in {other} has {digest}"
+        f"weights of version 3: adapters of a base model with the digest {wanted}, but the model in {other} has "
+        f"{digest}"
     )
     if is_read_by == "subscriber":
         with pytest.raises(ChecksumMismatch, match=says):
@@ -170,11 +171,11 @@ async def test_adapters_of_another_model_are_refused_by_name_and_counted(store, 
 
 
 def test_a_damaged_file_reaches_no_engine(store, model):
-    manifest = publish(store, learner_of(config_of(model)).weights())
+    manifest = publish(store, published_by(learner_of(config_of(model))))
     key = f"{manifest.key}/{ADAPTERS_FILE}"
     data = store.get(key)
     store.put(key, data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(ChecksumMismatch, match="sha256"):
+    with pytest.raises(ChecksumMismatch, match="digest"):
         WeightSubscriber(store, BaseWeights(model)).fetch(manifest)
 
 
@@ -193,14 +194,14 @@ def test_a_damaged_file_reaches_no_engine(store, model):
     ],
 )
 def test_adapters_that_do_not_fit_the_model_are_one_line(model, change, says):
-    adapters = learner_of(config_of(model)).weights()
+    adapters = published_by(learner_of(config_of(model)))
     change(adapters)
     with pytest.raises(ChecksumMismatch, match=says):
         BaseWeights(model).merged(adapters, "version 3")
 
 
 def test_a_subscriber_that_expects_merged_weights_refuses_adapters(store, model):
-    manifest = publish(store, learner_of(config_of(model)).weights())
+    manifest = publish(store, published_by(learner_of(config_of(model))))
     with pytest.raises(ChecksumMismatch, match=r"adapters, in a run with weights.content=merged"):
         WeightSubscriber(store).fetch(manifest)
 
@@ -234,7 +235,7 @@ def test_the_committer_names_the_file_of_adapters_by_its_content(store, model):
     config = config_of(model, "weights.transport=object_store")
     epoch = put_epoch(store, 1)
     committer = Committer(store, config, run_id="run", epoch=epoch, link=None)
-    weights = learner_of(config).weights()
+    weights = take_snapshot(learner_of(config))
     committer.submit(
         ComputedStep(step=0, weights=weights, state=None, batch=None, reserved=None, reserved_at=0.0, computed_at=0.0)
     )
@@ -242,19 +243,19 @@ def test_the_committer_names_the_file_of_adapters_by_its_content(store, model):
     committer.close()
     manifest = committer.newest.manifest
     assert [entry.name for entry in manifest.files] == [ADAPTERS_FILE]
-    assert manifest.files[0].sha256 == committer.newest.weights_sha256
+    assert manifest.files[0].digest == committer.newest.weights_digest
     assert WeightSubscriber(store, BaseWeights(model)).fetch(manifest).version == 0
 
 
 def test_a_run_does_not_go_on_beside_another_model(store, model, tmp_path):
     learner = learner_of(config_of(model))
     save_checkpoint(store, 0, 1, *learner.state())
-    manifest = publish(store, learner.weights(), version=0)
+    manifest = publish(store, published_by(learner), version=0)
     put_record(store, commit_key(0, 1), commit_with(manifest))
     commits = {0: commit_key(0, 1)}
     restore(store, learner, commits, 0)
     tiny_model("qwen2", 1).save_pretrained(tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"model.path: the model there has sha256 .* adapters were trained beside"):
+    with pytest.raises(ConfigError, match=r"model.path: the model there has the digest .* trained beside"):
         restore(store, learner_of(config_of(tmp_path / "other")), commits, 0)
     store.delete([f"{manifest.key}/{ADAPTERS_FILE}"])  # an old version that is lost keeps nobody from going on
     restore(store, learner, commits, 0)
@@ -262,10 +263,10 @@ def test_a_run_does_not_go_on_beside_another_model(store, model, tmp_path):
 
 def test_after_other_hardware_trained_again_the_committed_adapters_are_taken(store, model):
     config = config_of(model)
-    committed = learner_of(config).weights()
+    committed = published_by(learner_of(config))
     learner = build_alone(config)
     manifest = publish(store, committed)
-    sha256 = manifest.files[0].sha256
-    commit = SimpleNamespace(step=3, manifest=manifest, weights_sha256=sha256)
+    sha256 = manifest.files[0].digest
+    commit = SimpleNamespace(step=3, manifest=manifest, weights_digest=sha256)
     _load_committed_weights(store, learner, commit)
-    assert serialize(learner.weights()) == serialize(committed)
+    assert file_of(published_by(learner)) == file_of(committed)

@@ -1,7 +1,6 @@
 """Weights from memory to memory: groups form, break and form again, over real gloo."""
 
 import contextlib
-import dataclasses
 import threading
 import time
 from types import SimpleNamespace
@@ -15,10 +14,9 @@ from pipelinerl_core.roles.trainer.broadcasting import joined_groups
 from pipelinerl_core.run.records import broadcast_key
 from pipelinerl_core.weights.broadcast import (
     WeightBroadcaster,
-    layout_of,
     read_group,
 )
-from pipelinerl_core.weights.files import serialize
+from pipelinerl_core.weights.files import metas_of, snapshot_of
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.unit.weights.gloo_case import broadcast_publisher, connect, receive
 from tests.waiting import wait_for
@@ -202,7 +200,7 @@ def publisher(store):
 
 
 def publish(publisher, version, actors, durable=False):
-    return publisher.publish(version, WEIGHTS, serialize(WEIGHTS), durable=durable, actors=actors)
+    return publisher.publish(version, snapshot_of(WEIGHTS), durable=durable, actors=actors)
 
 
 def broadcasting(publisher, store, num_versions):
@@ -235,11 +233,11 @@ def test_a_broadcast_that_fails_goes_through_the_store(publisher, store):
     manifest = publish(publisher, 3, actors)
     assert manifest.is_broadcast
     member.join(timeout=60)
-    big = dataclasses.replace(publisher._newest, tensors={**WEIGHTS, "c": torch.zeros(1_000_000)})
-    publisher._newest = big  # more than the sockets' buffers take
+    big = snapshot_of({**WEIGHTS, "c": torch.zeros(1_000_000)})  # more than the sockets' buffers take
+    publisher._newest = publisher._newest[0], big
     again = publisher.deliver()
     assert (again.version, again.is_broadcast) == (3, False)
-    assert_equal(dict(WeightSubscriber(store).fetch(again).tensors))
+    assert_equal({name: WeightSubscriber(store).fetch(again).tensors[name] for name in WEIGHTS})
     assert publisher.store_if_unreachable({"a/1": sample(0)}) is None  # it can be read already
 
 
@@ -257,7 +255,7 @@ def test_a_group_is_an_object_of_the_run(make, store):
     broadcaster = make()
     broadcaster.ensure_group({"a": 0}, WEIGHTS)
     assert store.exists(broadcast_key(broadcaster.number))
-    assert read_group(store, broadcaster.number).layout == layout_of(WEIGHTS)
+    assert read_group(store, broadcaster.number).layout == metas_of(WEIGHTS)
 
 
 def test_a_group_that_is_lost_during_the_query_has_its_number_or_zero(make, store):

@@ -16,7 +16,7 @@ from pipelinerl_core.interfaces import BroadcastGroup, TensorMeta, WeightUpdate
 from pipelinerl_core.roles.actor.broadcast_subscriber import BroadcastSubscriber
 from pipelinerl_core.types import EngineRequest, FinishReason, Sampler, WeightSpan
 from pipelinerl_core.weights.broadcast import read_group
-from pipelinerl_core.weights.files import serialize
+from pipelinerl_core.weights.files import snapshot_of
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.unit.weights.gloo_case import broadcast_publisher, connect, receive
 
@@ -129,7 +129,7 @@ def publisher(store):
 def publish(publisher, version, groups):
     """groups: actor -> the group that it says it is in."""
     actors = {f"{name}/1": sample(group) for name, group in groups.items()}
-    return publisher.publish(version, weights(version), serialize(weights(version)), durable=False, actors=actors)
+    return publisher.publish(version, snapshot_of(weights(version)), durable=False, actors=actors)
 
 
 def sample(group):

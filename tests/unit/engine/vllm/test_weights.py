@@ -14,7 +14,7 @@ from pipelinerl_core.interfaces import WeightUpdate
 from pipelinerl_core.weights import staging
 from pipelinerl_core.weights.publish import WeightPublisher
 from pipelinerl_core.weights.subscribe import WeightSubscriber
-from tests.models import tiny_model
+from tests.models import publish, tiny_model
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def update(tensors, version=1, path=None):
 
 
 def test_a_published_file_is_linked_and_outlives_its_publisher(store, model, shm):
-    manifest = WeightPublisher(store, run_id="run", epoch=1, use_shm=True).publish(1, weights(), durable=False)
+    manifest = publish(WeightPublisher(store, run_id="run", epoch=1, use_shm=True), 1, weights(), durable=False)
     staged = StagedWeights(model, staging.staging_directory("run", "actor-0"))
     fetched = WeightSubscriber(store).fetch(manifest)
     path = staged.stage(fetched)

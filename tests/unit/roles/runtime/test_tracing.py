@@ -83,7 +83,7 @@ def act(run, rollouts, now):
     watch = ActorWatch(
         role_monitor, engine, epoch=3, is_current=lambda: True, num_tokens=lambda: engine.stats().num_tokens
     )
-    files = (FileEntry(name="f", size=10, sha256="0"),)
+    files = (FileEntry(name="f", size=10, digest="0"),)
     manifest = weight_manifest(1, epoch=4, files=files, host="h", published_at=now)
     watch.synced(SyncReply(re=1, boot_id="b", manifest=manifest), num_unsent=0)
     swap = watch.swapped(SwapReport(version=1, pause_seconds=0.01, num_bytes=10, num_running=2))

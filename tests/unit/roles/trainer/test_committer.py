@@ -21,6 +21,8 @@ from pipelinerl_core.run.compacted import StepRange, list_commits
 from pipelinerl_core.run.history import counted_commit_keys, read_commit, take_epoch
 from pipelinerl_core.run.records import commit_key
 from pipelinerl_core.types import FileEntry
+from pipelinerl_core.weights.files import snapshot_of
+from pipelinerl_core.weights.memory import private_memory
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.builders import put_commit, put_epoch
 from tests.fakes import MemoryStore
@@ -40,10 +42,16 @@ class Link:
         return Ack(re=0)
 
 
-def without_rows(step):
+def without_rows(step, memory=private_memory):
     """A step with weights alone."""
     return ComputedStep(
-        step=step, weights=WEIGHTS, state=None, batch=None, reserved=None, reserved_at=0.0, computed_at=0.0
+        step=step,
+        weights=snapshot_of(WEIGHTS, memory),
+        state=None,
+        batch=None,
+        reserved=None,
+        reserved_at=0.0,
+        computed_at=0.0,
     )
 
 
@@ -53,7 +61,7 @@ def parts(store, shm):
     config = load_config("quickstart", ["weights.durable_every=1000"])
     committer = Committer(store, config, run_id="run", epoch=put_epoch(store, 2), link=link)
     for step in (0, 1):
-        committer.submit(without_rows(step))
+        committer.submit(without_rows(step, committer._publisher.memory))
     committer.flush()
     yield store, link, committer
     committer.close()
@@ -70,9 +78,11 @@ def test_a_version_that_an_actor_cannot_read_is_published_again_once(parts):
     store, link, committer = parts
     announced = link.manifests[-1]
     assert (announced.version, announced.key) == (1, None)
-    (Path(announced.shm) / "model.safetensors").write_bytes(b"damaged")
+    Path(announced.shm).write_bytes(b"damaged")
     for _ in range(3):
-        committer.republish_if_unreadable({"a/1": sample(-1), "b/1": sample(1)}, 1, lambda: WEIGHTS)
+        committer.republish_if_unreadable(
+            {"a/1": sample(-1), "b/1": sample(1)}, 1, lambda: snapshot_of(WEIGHTS, committer._publisher.memory)
+        )
         committer.flush()
         if committer._republishing is not None:
             committer._republishing.result(10)
@@ -161,11 +171,12 @@ def computed(store, step):
         except StoreError as error:
             batch.set_exception(error)
         else:
-            batch.set_result(FileEntry(name=key, size=4, sha256=""))
+            batch.set_result(FileEntry(name=key, size=4, digest=""))
 
     threading.Thread(target=upload).start()
     return ComputedStep(
-        step=step, weights=WEIGHTS, state=({"w": torch.zeros(1)}, {"version": step}), batch=batch, reserved=None,
+        step=step, weights=snapshot_of(WEIGHTS),
+        state=({"w": torch.zeros(1)}, {"version": step}), batch=batch, reserved=None,
         reserved_at=0.0, computed_at=0.0,
     )  # fmt: skip
 
@@ -206,7 +217,7 @@ def test_no_step_is_committed_after_an_uncommitted_step(pattern):
     "call",
     [
         lambda committer, store: committer.submit(computed(store, 3)),
-        lambda committer, store: committer.republish_if_unreadable({}, 2, lambda: WEIGHTS),
+        lambda committer, store: committer.republish_if_unreadable({}, 2, lambda: snapshot_of(WEIGHTS)),
     ],
     ids=["submit", "attend"],
 )

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from pipelinerl_core.data.codec import decode_batch, encode_rollouts, from_segment
+from pipelinerl_core.interfaces import TensorMeta, WeightLayout
 from pipelinerl_core.messages import Ack, Reserved, RowsHeader
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.trainer.main import Trainer
@@ -90,11 +91,14 @@ class Learner:
     def logprobs_of(self, rollouts):
         return [rollout.rollout_logprobs for rollout in rollouts]
 
-    def weights(self):
-        return {"w": torch.zeros(1)}
+    def layout(self):
+        return WeightLayout((TensorMeta("w", "float32", (1,)),))
+
+    def weights(self, targets):
+        targets["w"].zero_()
 
     def state(self):
-        return self.weights(), {}
+        return {"w": torch.zeros(1)}, {}
 
 
 class Hub(Link):

@@ -13,6 +13,7 @@ from pipelinerl_core.ledger.groups import ActorKey
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.roles.trainer.rescoring import KeptVersions, Rescoring, prefix
 from pipelinerl_core.types import Origin, WeightSpan
+from tests.models import published_by
 from tests.unit.training.learner_case import config as learner_config
 from tests.unit.training.learner_case import learner_of, rows_of, tiny_model
 from tests.unit.training.test_lora import adapted_learner, lora_config
@@ -43,7 +44,7 @@ def stamped(learner, rows, version, *, actor="actor-0"):
 def trained(learner, config, *, steps=3):
     """Train with re-scoring; the state after the steps, and what was found."""
     rescoring, results = Rescoring(learner.rescorer, config), []
-    rescoring.published(0, learner.weights())
+    rescoring.published(0, published_by(learner))
     sampled = stamped(learner, rows_of(config, 1), 0)
     for step in range(1, steps + 1):
         rows = [
@@ -52,7 +53,7 @@ def trained(learner, config, *, steps=3):
         ]
         results.append(rescoring.rescore(learner.version, rows, {}, {}))
         learner.step(rows)
-        rescoring.published(step, learner.weights())
+        rescoring.published(step, published_by(learner))
     return learner.state()[0], results
 
 
@@ -105,7 +106,7 @@ def stale_run(keys, actors, *, steps=5, healed_at=99):
     config = with_keys(config, rescore_share=1.0, **keys)
     first, _ = LEARNERS["all weights"]()
     rescoring = Rescoring(learner.rescorer, config)
-    rescoring.published(0, learner.weights())
+    rescoring.published(0, published_by(learner))
     samples = {f"{name}/0": SimpleNamespace(at=1.0) for name in actors}
     results = []
     for step in range(1, steps + 1):
@@ -123,7 +124,7 @@ def stale_run(keys, actors, *, steps=5, healed_at=99):
         ]
         results.append(rescoring.rescore(learner.version, sampled, {}, samples))
         learner.step(sampled)
-        rescoring.published(step, learner.weights())
+        rescoring.published(step, published_by(learner))
     return rescoring, results
 
 
@@ -160,7 +161,7 @@ def test_the_healthy_mean_is_a_metric_and_survives_a_restart():
     for metrics in ({}, {"rescored/healthy": 2e-5}):
         rescoring = Rescoring(learner.rescorer, config)
         rescoring.adopt(metrics)
-        rescoring.published(0, learner.weights())
+        rescoring.published(0, published_by(learner))
         restarted.append(rescoring.rescore(0, rows, {}, {}).metrics["rescored/healthy"])
     assert 0 <= restarted[0] < 1e-6
     assert restarted[1] == pytest.approx(2e-5, rel=0.02)
@@ -184,11 +185,11 @@ def test_the_last_actor_is_not_expelled_but_ends_the_run():
 def test_tokens_after_a_swap_are_not_in_the_mismatch():
     learner, config = LEARNERS["all weights"]()
     rescoring = Rescoring(learner.rescorer, with_keys(config, rescore_share=1.0))
-    rescoring.published(0, learner.weights())
+    rescoring.published(0, published_by(learner))
     rows = stamped(learner, rows_of(config, 1), 0)
     rescoring.rescore(0, rows, {}, {})
     learner.step(rows)
-    rescoring.published(1, learner.weights())
+    rescoring.published(1, published_by(learner))
     mixed = [
         replace(
             row,
@@ -247,7 +248,7 @@ def test_a_prefix_has_the_first_tokens():
 @pytest.mark.parametrize("kind", ["all weights", "adapters"])
 def test_the_divergence_from_the_start_is_that_of_the_published_weights_and_changes_no_bit(kind):
     learner, config = LEARNERS[kind]()
-    rescoring, first = Rescoring(learner.rescorer, with_keys(config, rescore_share=1.0)), learner.weights()
+    rescoring, first = Rescoring(learner.rescorer, with_keys(config, rescore_share=1.0)), published_by(learner)
     rows = rows_of(config, 1)
     rollouts = [row.rollout for row in rows if row.rollout.loss_mask.any()]
     rescoring.published(0, first)
@@ -255,7 +256,7 @@ def test_the_divergence_from_the_start_is_that_of_the_published_weights_and_chan
     assert rescoring.divergence(lambda: first, rows) == {"policy/kl_start": 0.0}
     for step in (1, 2):
         learner.step(rows)
-        rescoring.published(step, learner.weights())
+        rescoring.published(step, published_by(learner))
     state, after = learner.state()[0], learner.logprobs_of(rollouts)
     gaps = [
         (then - now).astype(float)[rollout.loss_mask]
