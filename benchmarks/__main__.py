@@ -1,6 +1,5 @@
 """Run a benchmark: `make bench NAME=engine ARGS=--json`, or `python -m benchmarks engine --json` in a checkout.
 
-    adapters     weight versions with LoRA: bytes, and seconds of each stage
     demo         a step of the preset smollm2 beside bare loops
     engine       tokens per second of the embedded engine and of transformers' continuous batching
     gpu          engines and learner on a GPU (`make bench-gpu` also writes docs/results-gpu.md)
@@ -9,6 +8,7 @@
     predictions  predictions of `simulate` beside measured runs
     sandbox      programs of a model per second
     stream       the channel and the hub
+    swap         a weight version from the learner to the engine, beside one copy of its bytes
     trainer      what ranks wait for between steps
     vllm         overhead of the adapter over plain vLLM
 

@@ -21,6 +21,15 @@ SIZES: dict[str, dict[str, Any]] = {
         "intermediate_size": 768,
         "max_position_embeddings": 1024,
     },
+    "135m": {
+        "vocab_size": 49_152,
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "max_position_embeddings": 8192,
+    },
     "0.5b": {
         "vocab_size": 151_936,
         "hidden_size": 896,

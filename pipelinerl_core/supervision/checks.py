@@ -65,7 +65,7 @@ _SMALL_FILES_BYTES = 200_000_000  # segments, batches, commits and logs of a run
 _OPTIMIZER_COPIES = 3  # a checkpoint holds the weights and two moments
 _KEPT_CHECKPOINTS = 3
 _STAGED_MODELS = 2  # the merged model that vLLM has loaded, and the next one
-_KEPT_VERSIONS = 5  # in shared memory: the versions that the publisher keeps, and the version being written
+_KEPT_VERSIONS = 5  # files in shared memory, as in fit.py
 
 
 def check_packages(config: RunConfig) -> None:

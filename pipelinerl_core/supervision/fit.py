@@ -29,6 +29,9 @@ _STAGED_MODELS = 2
 _ENGINE_SHARED_BYTES = 2.0 * _GIB
 """Shared memory of vLLM's workers and NCCL."""
 _KEPT_VERSIONS = 5
+"""Files in shared memory: two published versions, the next one, a spare one, and one of an engine that is behind."""
+_OWN_VERSIONS = 3
+"""Without shared memory: two published versions and the next one."""
 _RESCORED_VERSIONS = 2
 """trainer.rescore_bytes=0."""
 
@@ -184,8 +187,8 @@ def _trainer(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit
     weights = width * shape.num_parameters
     version = weights if config.weights.content == "merged" else width * _trained(config, shape)
     limit = card_bytes - (_share(config) * card_bytes if config.placement.share_gpu else 0.0)
-    # Rank 0 has a snapshot of the weights and its bytes, and three copies of the checkpoint while it is written.
-    snapshots = 2 * version + 3 * 12 * _trained(config, shape) + _rescored(config, shape)
+    # Rank 0 has snapshots of the weights, in shared memory or its own, and three copies of a checkpoint in writing.
+    snapshots = (0 if config.weights.uses_shared_memory else _OWN_VERSIONS * version) + 3 * 12 * _trained(config, shape) + _rescored(config, shape)
     on_cpu = 0.0 if gpus else sum(part.num_bytes for part in state) + activations
     return RoleFit(
         role="trainer",

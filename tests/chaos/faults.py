@@ -270,10 +270,14 @@ def damaged_weights(world: World) -> str:
     """The newest weights are damaged wherever they are, and an actor must read them because it dies."""
 
     def choose() -> str:
-        paths = [*world.shm.glob("[0-9]*/*.safetensors"), *world.directory.glob("weights/*/*.safetensors")]
-        newest = max(path.parent.name for path in paths)
-        for path in [path for path in paths if path.parent.name == newest]:
-            damage(path, world)
+        paths = {path: path.stem for path in world.shm.glob("[0-9]*.safetensors")}
+        paths |= {path: path.parent.name for path in world.directory.glob("weights/*/*.safetensors")}
+        newest = max(paths.values())
+        for path in [path for path, version in paths.items() if version == newest]:
+            copy = path.with_name(f"copy-{path.name}")  # engines have mapped the file itself
+            copy.write_bytes(path.read_bytes())
+            damage(copy, world)
+            copy.replace(path)
         return newest
 
     return f"version {until_one_is_damaged(choose)}, actor {kill('roles.actor', world)}"

@@ -126,6 +126,11 @@ class SlotDecoder:
                         "in the last bits, so results would depend on the slot. Try another engine.concurrency"
                     )
 
+    def prepare(self, tensors: Mapping[str, Tensor], *, is_partial: bool = False) -> StagedWeights:
+        """Check weights, and do all of a swap that the model can decode beside. Raises SwapError."""
+        self.check(tensors, is_partial=is_partial)
+        return self.stage(tensors)
+
     def check(self, tensors: Mapping[str, Tensor], *, is_partial: bool = False) -> None:
         """Raise SwapError unless `tensors` are all weights of this model, or some of them if is_partial.
 
@@ -154,7 +159,7 @@ class SlotDecoder:
 
     @property
     def has_to_copy(self) -> bool:
-        """Whether `stage` copies much, so that a thread should call it."""
+        """Whether `prepare` copies much, so that a thread should call it."""
         return self.device.type != "cpu" or operand_dtype(self._head.weight) != self._dtype
 
     def stage(self, tensors: Mapping[str, Tensor]) -> StagedWeights:
@@ -166,13 +171,16 @@ class SlotDecoder:
         return StagedWeights(placed, None if head_VC is None else _head_operand(head_VC))
 
     @torch.no_grad()
-    def load(self, staged: StagedWeights) -> None:
-        """Let the model use staged weights, without a copy."""
+    def load(self, staged: StagedWeights) -> list[Tensor]:
+        """Let the model use staged weights, without a copy. Returns the replaced ones, for the caller to release."""
+        replaced = [self._parameters[name].data for name in staged.tensors if name in self._parameters]
         for name, parameter in self._parameters.items():
             if name in staged.tensors:
                 parameter.data = staged.tensors[name]
         if staged.head_VC is not None:
+            replaced.append(self._head_weight_VC)
             self._head_weight_VC = staged.head_VC
+        return replaced
 
     def _put(self, array: IntArray) -> Tensor:
         return torch.from_numpy(array).to(self.device)

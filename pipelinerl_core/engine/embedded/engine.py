@@ -6,6 +6,7 @@ a pause protocol. An idle engine has no task.
 """
 
 import asyncio
+import functools
 import heapq
 import time
 from collections.abc import Iterable, Sequence
@@ -102,30 +103,30 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         """Make `update` the weights of the next token; see `interfaces.Engine`.
 
         Names, shapes, types and the version are checked before any weight changes. Versions never decrease.
-        pause_seconds is the time in which the engine's thread does not decode, checks and chunks included. With
+        pause_seconds is the time in which the engine's thread does not decode, chunks included. With
         kv=drain the wait for running sequences is not included, because the sequences still sample.
         """
         async with self._swap_lock:
             start = time.perf_counter()
             self._check_version(update.version)
-            self._decoder.check(update.tensors, is_partial=update.is_partial)
-            checked_seconds = time.perf_counter() - start
+            prepare = functools.partial(self._decoder.prepare, update.tensors, is_partial=update.is_partial)
             if self._decoder.has_to_copy:
-                staged = await asyncio.to_thread(self._decoder.stage, update.tensors)
+                staged, prepared_seconds = await asyncio.to_thread(prepare), 0.0
             else:
-                staged = self._decoder.stage(update.tensors)
+                staged, prepared_seconds = prepare(), time.perf_counter() - start
             try:
                 if self._kv == "drain":
                     await self._drain()
                 start = time.perf_counter()
                 num_running = len(self._running)
-                self._replace_weights(update.version, staged)
+                replaced = self._replace_weights(update.version, staged)
             finally:
                 self._drained = None
                 self._wake()
-            pause_seconds = checked_seconds + time.perf_counter() - start
+            pause_seconds = prepared_seconds + time.perf_counter() - start
             if self._clock is not None:
                 self._clock.extend(pause_seconds)
+            await asyncio.to_thread(replaced.clear)  # to unmap memory takes longer than the pause
         return SwapReport(
             version=update.version,
             pause_seconds=pause_seconds,
@@ -359,7 +360,7 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         if self._drained is not None and not self._running:
             self._drained.set()
 
-    def _replace_weights(self, version: int, staged: StagedWeights) -> None:
+    def _replace_weights(self, version: int, staged: StagedWeights) -> list[torch.Tensor]:
         for sequence in self._running.values():
             self._emit(sequence)  # tokens up to here have the old version
         for slot in self._kept:
@@ -367,7 +368,7 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         self._kept.clear()
         self._prefilled.clear()
         try:
-            self._decoder.load(staged)
+            replaced = self._decoder.load(staged)
         except Exception as error:
             self._fail(f"the swap to version {version} failed half-way: {type(error).__name__}: {error}")
             raise SwapError(self._failure) from error
@@ -378,6 +379,7 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
             # A prompt is fed in several steps. The keys of its first tokens would be of the old weights, and no
             # weight span of the completion would show this: the parity gate of the trainer would refuse a sound run.
             self._table.feed_prompts_again()
+        return replaced
 
     def _recompute(self) -> None:
         """Compute the keys and values of all running sequences again, under the current weights."""
