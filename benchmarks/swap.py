@@ -1,12 +1,12 @@
 """Measure the cost of a weight version from the learner to the engine, beside one copy of its bytes.
 
 Each version takes the path of a run (docs/architecture.md, "One weight version"), in one process and through shared
-memory: copy of the learner's weights, digest and publication; mapping, verification (with adapters: merge) and staging
-by an actor; swap of an embedded engine. The model has random weights.
+memory: copy of the learner's weights, digest and publication; mapping, verification (with adapters: merge) and
+staging by an actor; swap of an embedded engine. The model has random weights.
 
-CPU seconds are those of the process, the fastest of several versions. The longest hold of Python's interpreter lock is
-the longest time in which another thread of the process could not run, while this thread computed. Memory is what the
-resident memory of the process grew by, pages in shared memory included, in models.
+CPU seconds are those of the process, the fastest of several versions. The longest hold of Python's interpreter lock
+is the longest time in which another thread of the process could not run, while this thread computed. Memory is what
+the resident memory of the process grew by, pages in shared memory included, in models.
 """
 
 import argparse
@@ -116,7 +116,7 @@ def measure(config: RunConfig, versions: int) -> dict[str, Any]:
     return {
         "content": config.weights.content,
         "bytes": num_bytes,
-        "plain_copy_seconds": min(_plain_copy(num_bytes) for _ in range(3)),
+        "plain_copy_seconds": min(plain_copy_seconds(num_bytes) for _ in range(3)),
         **figures,
         "pause_seconds": min(pauses[1:]),
         "hold_seconds": max(meter.hold_seconds.values()),
@@ -124,7 +124,7 @@ def measure(config: RunConfig, versions: int) -> dict[str, Any]:
     }
 
 
-def _plain_copy(num_bytes: int) -> float:
+def plain_copy_seconds(num_bytes: int) -> float:
     """CPU seconds of one copy of so many bytes into fresh pages."""
     source = torch.ones(num_bytes, dtype=torch.uint8)
     started = time.process_time()
@@ -144,16 +144,18 @@ def table(result: dict[str, Any]) -> str:
         plain = row["plain_copy_seconds"]
         published = row["copy_seconds"] + row["publish_seconds"]
         rows.append((
-            f"`{row['content']}`", f"{row['bytes'] / 1e6:,.2f}", _ms(plain), _ms(row["copy_seconds"]),
-            _ms(row["publish_seconds"]), f"{published / plain:.2f}", _ms(row["take_seconds"]),
-            f"{row['take_seconds'] / plain:.2f}", _ms(row["pause_seconds"]), _ms(row["hold_seconds"]),
+            f"`{row['content']}`", f"{row['bytes'] / 1e6:,.2f}", milliseconds(plain),
+            milliseconds(row["copy_seconds"]), milliseconds(row["publish_seconds"]), f"{published / plain:.2f}",
+            milliseconds(row["take_seconds"]), f"{row['take_seconds'] / plain:.2f}",
+            milliseconds(row["pause_seconds"]), milliseconds(row["hold_seconds"]),
             ", ".join(f"{row['grown_models'][stage]:.1f}" for stage in STAGES[:-1]),
         ))  # fmt: skip
     title = f"{result['model']} {result['dtype']}, rank {result['rank']}: CPU ms per version, fastest of several"
     return "\n".join([title, "", *report.markdown(header, rows), ""])
 
 
-def _ms(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
+    """Seconds as milliseconds, as text."""
     return f"{1000 * seconds:,.1f}"
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from pipelinerl_core.algo.adapters import AdapterNote
     from pipelinerl_core.messages import Answer, Group, Request
+    from pipelinerl_core.training.live_state import LiveState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -219,8 +220,8 @@ class Learner(Protocol):
     def weights(self, targets: "Mapping[str, torch.Tensor]") -> None:
         """Copy every weight of the layout into the tensor of its name, on the CPU."""
 
-    def state(self) -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
-        """A copy of the state for a checkpoint: tensors, and JSON values."""
+    def state(self) -> "LiveState":
+        """The state for a checkpoint. It keeps its values while the learner takes further steps."""
 
     def load_state(self, tensors: "Mapping[str, torch.Tensor]", values: Mapping[str, Any]) -> None:
         """The inverse of `state`."""

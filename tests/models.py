@@ -117,3 +117,10 @@ def publish(
 ) -> WeightManifest:
     """Publish some weights."""
     return publisher.publish(version, snapshot_of(tensors, publisher.memory), durable=durable)
+
+
+def state_of(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A copy of a learner's state: tensors, and JSON values."""
+    state = learner.state()
+    state.detach()
+    return dict(state.tensors), state.values

@@ -26,6 +26,8 @@ from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
 if TYPE_CHECKING:
     import torch
 
+    from pipelinerl_core.training.live_state import LiveState
+
 logger = logging.getLogger(__name__)
 
 _WARN_EVERY_SECONDS = 60.0
@@ -172,7 +174,7 @@ class EmulatedLearner:
     def weights(self, targets: "Mapping[str, torch.Tensor]") -> None:
         self._learner.weights(targets)
 
-    def state(self) -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
+    def state(self) -> "LiveState":
         return self._learner.state()
 
     def load_state(self, tensors: "Mapping[str, torch.Tensor]", values: Mapping[str, Any]) -> None:

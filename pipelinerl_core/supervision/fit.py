@@ -188,7 +188,11 @@ def _trainer(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit
     version = weights if config.weights.content == "merged" else width * _trained(config, shape)
     limit = card_bytes - (_share(config) * card_bytes if config.placement.share_gpu else 0.0)
     # Rank 0 has snapshots of the weights, in shared memory or its own, and three copies of a checkpoint in writing.
-    snapshots = (0 if config.weights.uses_shared_memory else _OWN_VERSIONS * version) + 3 * 12 * _trained(config, shape) + _rescored(config, shape)
+    snapshots = (
+        (0 if config.weights.uses_shared_memory else _OWN_VERSIONS * version)
+        + 3 * 12 * _trained(config, shape)
+        + _rescored(config, shape)
+    )
     on_cpu = 0.0 if gpus else sum(part.num_bytes for part in state) + activations
     return RoleFit(
         role="trainer",

@@ -23,6 +23,7 @@ from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.training.base_learner import BaseLearner
+from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.training.lora import PublishedWeight
 from pipelinerl_core.training.optimizer import (
     MOMENTS,
@@ -134,8 +135,8 @@ class DeepSpeedLearner(BaseLearner):
                     for weight in chunk:
                         weight.copy_to(targets[weight.name])
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """As `TorchLearner.state`, for any stage and number of ranks; tensors are empty on all ranks except 0."""
+    def state(self) -> LiveState:
+        """As `TorchLearner.state`, for any stage and number of ranks, copied; on ranks except 0 without tensors."""
         tensors = {"rng.torch": torch.get_rng_state()}
         for name, parameter in self._parameters.items():
             master = self._full(parameter, None)
@@ -147,7 +148,7 @@ class DeepSpeedLearner(BaseLearner):
                     tensors[f"optimizer.{name}.{moment}"] = snapshot(value)
             if self._num_updates and self._ranks.rank == 0:
                 tensors[f"optimizer.{name}.step"] = torch.tensor(float(self._num_updates))
-        return (tensors if self._ranks.rank == 0 else {}), {"version": self.version, **self._rate.state()}
+        return LiveState(tensors if self._ranks.rank == 0 else {}, {"version": self.version, **self._rate.state()})
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from pipelinerl_core.algo.losses import LossSums
 from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.training.base_learner import BaseLearner
+from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.training.lora import trained_parameters
 from pipelinerl_core.training.optimizer import MasterOptimizer
 from pipelinerl_core.training.ranks import ALONE, Ranks
@@ -52,6 +53,8 @@ class TorchLearner(BaseLearner):
         """
         super().__init__(model, config, ranks=ranks, **more)
         self._optimizer = MasterOptimizer(self._policy.trained(), config.learner)
+        self._lent: LiveState | None = None
+        """A state that may still be read."""
         # One core per pack: the matrix products of a small model are too small for several threads.
         self._workers = None if threads == 1 else ThreadPoolExecutor(threads, "pack", torch.set_num_threads, (1,))
 
@@ -68,6 +71,7 @@ class TorchLearner(BaseLearner):
         metrics = sums.over_ranks(self._ranks, self._device, grad_norm)  # the only wait for a GPU in a step
         check_finite(self.version + 1, metrics)
         rate = self._rate.at(self.version + 1, metrics)
+        self._before_change()
         self._optimizer.step(grad_norm, learning_rate=rate["train/learning_rate"])
         return metrics | rate
 
@@ -96,6 +100,8 @@ class TorchLearner(BaseLearner):
     def set_trained_weights(self, weights: Mapping[str, Tensor]) -> None:
         """See `interfaces.Rescorer`. Raises KeyError for a missing weight, before anything is replaced."""
         pairs = [(parameter, weights[name]) for name, parameter in trained_parameters(self._model).items()]
+        if not self._optimizer.has_masters:
+            self._before_change()
         for parameter, weight in pairs:
             parameter.copy_(weight)
 
@@ -104,17 +110,23 @@ class TorchLearner(BaseLearner):
         for weight in self._published():
             weight.copy_to(targets[weight.name])
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def state(self) -> LiveState:
         """Everything that the next steps depend on: trained weights, moments, version, state of torch's generator.
 
         With LoRA the trained weights are the adapters; the base model is not included.
         """
-        tensors = self._optimizer.state()
-        tensors["rng.torch"] = torch.get_rng_state()
-        return tensors, {"version": self.version, **self._rate.state()}
+        tensors = {**self._optimizer.state(), "rng.torch": torch.get_rng_state()}
+        self._lent = LiveState(tensors, {"version": self.version, **self._rate.state()})
+        return self._lent
+
+    def _before_change(self) -> None:
+        if self._lent is not None:
+            self._lent.detach()
+            self._lent = None
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """The inverse of `state`: the following steps give the same bits."""
+        self._before_change()
         self._optimizer.load_state(tensors)
         torch.set_rng_state(tensors["rng.torch"])
         self.version = int(values["version"])

@@ -68,6 +68,11 @@ class MasterOptimizer:
     def parameters(self) -> list[Tensor]:
         return list(self._parameters.values())
 
+    @property
+    def has_masters(self) -> bool:
+        """Whether any master is another tensor than its parameter."""
+        return any(self._masters[name] is not parameter for name, parameter in self._parameters.items())
+
     def zero_grad(self) -> None:
         for master in self._masters.values():
             master.grad = None
@@ -100,11 +105,11 @@ class MasterOptimizer:
         self._copy_to_model()
 
     def state(self) -> dict[str, Tensor]:
-        """Snapshot: weights.<name> (the masters), optimizer.<name>.<moment>."""
-        tensors = {f"weights.{name}": snapshot(master) for name, master in self._masters.items()}
+        """The optimizer's own tensors: weights.<name> (the masters), optimizer.<name>.<moment>."""
+        tensors = {f"weights.{name}": master for name, master in self._masters.items()}
         for name, master in self._masters.items():
             for key, value in self._adam.state.get(master, {}).items():
-                tensors[f"optimizer.{name}.{key}"] = snapshot(value)
+                tensors[f"optimizer.{name}.{key}"] = value
         return tensors
 
     @torch.no_grad()

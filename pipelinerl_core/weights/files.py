@@ -14,6 +14,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,7 +67,7 @@ def lay_out(layout: WeightLayout, memory: WeightMemory = private_memory) -> Snap
         header[_METADATA] = {_NOTE_KEY: json.dumps(asdict(layout.note), sort_keys=True)}
     end = 0
     for meta in sorted(layout.metas, key=_place):
-        begin, end = end, end + _num_bytes(meta)
+        begin, end = end, end + num_bytes(meta)
         header[meta.name] = {"dtype": _NAMES[meta.dtype], "shape": list(meta.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
@@ -116,6 +117,13 @@ def parse(data: "mmap.mmap | bytearray", where: str) -> dict[str, Tensor]:
         raise ChecksumMismatch(f"{where}: not a file of weights: {error}") from None
 
 
+def parse_copy(data: bytes, where: str) -> dict[str, Tensor]:
+    """`parse` on a copy of the bytes; other threads of the process run meanwhile."""
+    region = private_memory(max(1, len(data)))
+    np.copyto(np.frombuffer(region.buffer, np.uint8)[: len(data)], np.frombuffer(data, np.uint8))
+    return parse(region.buffer, where)
+
+
 def is_weights(entry: FileEntry) -> bool:
     """Whether the entry is the weights file or the adapters file of a version."""
     return entry.name in (WEIGHTS_FILE, ADAPTERS_FILE)
@@ -132,11 +140,12 @@ def _view(data: "mmap.mmap | bytearray", start: int, values: Mapping[str, Any]) 
     return torch.frombuffer(data, dtype=dtype, count=count, offset=start + begin).view(shape)
 
 
-def _num_bytes(meta: TensorMeta) -> int:
+def num_bytes(meta: TensorMeta) -> int:
+    """Size of a tensor."""
     return math.prod(meta.shape) * _TYPES[_NAMES[meta.dtype]].itemsize
 
 
 def _place(meta: TensorMeta) -> tuple[bool, int, str]:
     """Position in the file: sizes that keep the alignment first, then large types before small ones."""
-    size = _num_bytes(meta)
+    size = num_bytes(meta)
     return size % _ALIGNMENT != 0, -_TYPES[_NAMES[meta.dtype]].itemsize, meta.name

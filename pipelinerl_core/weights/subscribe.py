@@ -12,7 +12,7 @@ from pipelinerl_core.interfaces import ObjectStore, WeightUpdate
 from pipelinerl_core.storage.digests import read_verified, verify
 from pipelinerl_core.types import FileEntry, WeightManifest
 from pipelinerl_core.weights.base import BaseWeights
-from pipelinerl_core.weights.files import is_weights, parse
+from pipelinerl_core.weights.files import is_weights, parse, parse_copy
 from pipelinerl_core.weights.memory import open_shared
 
 
@@ -57,7 +57,7 @@ class WeightSubscriber:
         tensors = self._from_shm(manifest, entry, where)
         if tensors is not None:
             return tensors, manifest.shm
-        return parse(bytearray(self._from_store(manifest, entry)), where), None
+        return parse_copy(self._from_store(manifest, entry), where), None
 
     def _from_shm(self, manifest: WeightManifest, entry: FileEntry, where: str) -> dict[str, torch.Tensor] | None:
         """Views of the copy in shared memory; None if the durable copy must be read instead."""

@@ -288,7 +288,7 @@ def damaged_checkpoint(world: World) -> str:
 
     def choose() -> str:
         newest = max(path.parent for path in world.directory.glob("checkpoints/*/manifest.json"))
-        damage(newest / "state.safetensors", world)
+        damage(world.random.choice(sorted(newest.glob("state-*.safetensors"))), world)
         return newest.name
 
     return f"step {until_one_is_damaged(choose)}, trainer {kill('roles.trainer.main --run', world)}"

@@ -22,7 +22,7 @@ from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.errors import TrainingDiverged
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.trainer.learners import open_learners
-from tests.models import published_by
+from tests.models import published_by, state_of
 from tests.unit.training.learner_case import groups
 
 
@@ -60,7 +60,7 @@ def run_case(learners, case, states, out):
         learner.load_state(*(states.get(case["load"]) or saved(out, case["load"])))
     stats = [step_of(learner, config, step) for step in case["steps"]]
     scored = learner.logprobs_of([row.rollout for row in rows_of(config, 1)])
-    states[case["name"]] = tensors, values = learner.state()
+    states[case["name"]] = tensors, values = state_of(learner)
     published = {f"published.{name}": tensor for name, tensor in published_by(learner).items()}
     return tensors | published, {"steps": stats, "values": values, "scored": float(np.concatenate(scored).sum())}
 

@@ -10,7 +10,7 @@ from pipelinerl_core.run.records import ADAPTERS_FILE
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tools.export import export
 from pipelinerl_core.tools.replay import replay_run
-from pipelinerl_core.training.checkpoint import load_checkpoint
+from pipelinerl_core.weights.checkpoint import load_checkpoint
 from tests.integration.pipeline import assert_closes, committed_steps, make_run, role
 from tests.models import published_by
 from tests.waiting import wait_for

@@ -14,7 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.trainer.learners import build_alone
 from tests.integration.rank_cases import rows_of
-from tests.models import published_by
+from tests.models import published_by, state_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
@@ -168,7 +168,7 @@ def wanted(common, outcomes):
         for step in (1, 2):
             stats = [learner.step(rows_of(config, step))]
             published = {f"published.{name}": tensor for name, tensor in published_by(learner).items()}
-            results[kind, step] = learner.state()[0] | published, {"steps": stats}
+            results[kind, step] = state_of(learner)[0] | published, {"steps": stats}
     # In bfloat16 other packs give other gradients, in the third digit.
     return results | {("bfloat16", 1): outcomes["bf16_torch"], ("bfloat16", 2): outcomes["bf16_torch_twice"]}
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from pipelinerl_core.interfaces import TensorMeta, WeightLayout, WeightUpdate
+from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.types import (
     Chunk,
     Completion,
@@ -141,8 +142,8 @@ class ScriptedLearner:
     def weights(self, targets: Mapping[str, torch.Tensor]) -> None:
         targets["digest"].copy_(torch.frombuffer(bytearray(self._digest), dtype=torch.uint8))
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        return dict(take_snapshot(self).tensors), {"version": self.version}
+    def state(self) -> LiveState:
+        return LiveState(take_snapshot(self).tensors, {"version": self.version})
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> None:
         self._digest = bytes(tensors["digest"].to(torch.uint8).numpy().tobytes())

@@ -69,7 +69,8 @@ def _load_committed_weights(store: ObjectStore, learner: Learner, commit: Commit
             "and the committed weights are not durable", commit.step,
         )  # fmt: skip
         return
-    tensors, values = learner.state()
+    state = learner.state()
+    tensors, values = state.tensors, state.values
     if any(is_factor(name) for name in tensors) and not holds_adapters(commit.manifest):
         logger.warning(
             "step %d was trained again on other hardware: its adapters differ from the committed adapters by "

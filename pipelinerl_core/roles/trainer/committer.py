@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipelinerl_core.channel.refusals import error_of
 from pipelinerl_core.config import RunConfig
@@ -25,13 +25,13 @@ from pipelinerl_core.run.history import write_commit
 from pipelinerl_core.run.reading import list_keys
 from pipelinerl_core.run.records import CheckpointRef, Commit, EpochRecord, RescoredActor
 from pipelinerl_core.run.versions import remove_weights, weights_to_remove
-from pipelinerl_core.training.checkpoint import prune_checkpoints, save_checkpoint
 from pipelinerl_core.types import FileEntry, WeightManifest
+from pipelinerl_core.weights.checkpoint import prune_checkpoints, save_checkpoint
 from pipelinerl_core.weights.files import Snapshot, take_snapshot
 from pipelinerl_core.weights.publish import WeightPublisher
 
 if TYPE_CHECKING:
-    import torch
+    from pipelinerl_core.training.live_state import LiveState
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class ComputedStep:
 
     step: int
     weights: Snapshot
-    state: "tuple[dict[str, torch.Tensor], dict[str, Any]] | None"
+    state: "LiveState | None"
     """Learner state, if a checkpoint is due."""
     batch: "Future[FileEntry] | None"
     """The upload of the batch file."""
@@ -216,7 +216,7 @@ class Committer:
             manifest = self._publish(computed, is_last=is_last)
         published = time.monotonic()
         if computed.state is not None:
-            save_checkpoint(self._store, step, self._epoch.epoch, *computed.state)
+            save_checkpoint(self._store, step, self._epoch.epoch, computed.state)
             self.checkpoint_seconds = time.monotonic() - published
             self._checkpoint = CheckpointRef(step=step, epoch=self._epoch.epoch)
         commit = self._commit_record(computed)

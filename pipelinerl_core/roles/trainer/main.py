@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -60,11 +60,12 @@ from pipelinerl_core.run.records import EpochRecord, batch_key, quarantined_key
 from pipelinerl_core.storage.digests import entry_of
 from pipelinerl_core.telemetry.metrics import finite, step_metrics
 from pipelinerl_core.telemetry.parts import PartMetrics
+from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.types import FileEntry, Float32Array, GroupKey, GroupRef, Rollout, TrainingRow, WeightManifest
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -403,7 +404,7 @@ class Trainer:
         self._store.put(key, data)
         return entry_of(key, data)
 
-    def _state_if_due(self, step: int) -> "tuple[dict[str, torch.Tensor], dict[str, Any]] | None":
+    def _state_if_due(self, step: int) -> LiveState | None:
         """The learner's state if a checkpoint is due, else None. Expensive checkpoints are due less often."""
         now = time.monotonic()
         pause_seconds = self._config.checkpoint.every_seconds

@@ -28,6 +28,7 @@ from pipelinerl_core.errors import TrainingDiverged
 from pipelinerl_core.interfaces import Learner, Rescorer, WeightLayout
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.roles.trainer.rank_channel import NO_BYTES, Payload, RankChannel, translate_rank_errors
+from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.training.own_functions import load_own_functions
 from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
 
@@ -86,7 +87,7 @@ class RankedLearner:
     def weights(self, targets: Mapping[str, Tensor]) -> None:
         self._gathered("weights", lambda: self._local.weights(targets))
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def state(self) -> LiveState:
         return self._gathered("state", self._local.state)
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:

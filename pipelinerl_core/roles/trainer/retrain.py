@@ -19,8 +19,8 @@ from pipelinerl_core.run.history import read_commit, read_epochs
 from pipelinerl_core.run.processor import processor
 from pipelinerl_core.run.records import CheckpointRef, Commit, holds_adapters, parse_commit_key
 from pipelinerl_core.storage.digests import read_verified
-from pipelinerl_core.training.checkpoint import load_checkpoint
 from pipelinerl_core.types import FileEntry, TrainingRow
+from pipelinerl_core.weights.checkpoint import load_checkpoint
 from pipelinerl_core.weights.files import take_snapshot
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 

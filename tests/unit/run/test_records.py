@@ -40,7 +40,7 @@ from pipelinerl_core.run.records import (
 )
 from pipelinerl_core.run.start_count import count_start
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.training.checkpoint import load_checkpoint
+from pipelinerl_core.weights.checkpoint import load_checkpoint
 from tests.builders import epoch_record, hub_record, run_record
 from tests.synthetic_run import make_commit, put_record
 

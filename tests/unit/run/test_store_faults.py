@@ -38,7 +38,8 @@ from pipelinerl_core.storage.local import FileStore
 from pipelinerl_core.storage.s3 import S3Store
 from pipelinerl_core.tools.audit import Audit
 from pipelinerl_core.tools.gc import collect
-from pipelinerl_core.training.checkpoint import load_checkpoint, save_checkpoint
+from pipelinerl_core.training.live_state import LiveState
+from pipelinerl_core.weights.checkpoint import load_checkpoint, save_checkpoint
 from pipelinerl_core.weights.publish import WeightPublisher
 from tests.builders import hub_record, put_commit, put_epoch, put_run
 from tests.fake_s3 import OUTAGES, Answer, serving
@@ -93,7 +94,9 @@ def put_step(store: ObjectStore, step: int) -> None:
     manifest = publish(publisher, step, {"w": torch.full((2,), float(step))}, durable=True)
     checkpoint = CheckpointRef(step=step // 4 * 4, epoch=EPOCH)
     if step % 4 == 0:
-        save_checkpoint(store, step, EPOCH, {"weights.w": torch.full((2,), float(step))}, {"version": step})
+        save_checkpoint(
+            store, step, EPOCH, LiveState({"weights.w": torch.full((2,), float(step))}, {"version": step})
+        )
     put_commit(
         store, step, EPOCH, fates=tuple(fates), batches=batches, next_group_id=step + 1, manifest=manifest,
         open_groups=(0,) if step < DROPPED_AT else (), checkpoint=checkpoint,

@@ -8,8 +8,9 @@ from pipelinerl_core.messages import FateRecord
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.run.records import CheckpointRef, Commit, batch_key, commit_key, rollout_key
 from pipelinerl_core.storage.digests import entry_of
-from pipelinerl_core.training.checkpoint import save_checkpoint
+from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.types import TrainingRow
+from pipelinerl_core.weights.checkpoint import save_checkpoint
 from pipelinerl_core.weights.publish import WeightPublisher
 from tests.builders import put_commit, put_epoch
 from tests.fakes import MemoryStore
@@ -103,5 +104,5 @@ def stored_run():
                 rollout_key("actor-0", 1, step),
                 to_segment([encode_rollouts("run", [row.rollout for row in rows[:2]])]),
             )
-    save_checkpoint(store, STEPS, EPOCH, {"weights.w": torch.zeros(2, 2)}, {"version": STEPS})
+    save_checkpoint(store, STEPS, EPOCH, LiveState({"weights.w": torch.zeros(2, 2)}, {"version": STEPS}))
     return store

@@ -26,7 +26,8 @@ from pipelinerl_core.run.versions import remove_weights, weights_to_remove
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tools.audit import Audit, lines
 from pipelinerl_core.tools.gc import LIVE_MARGIN, collect, collect_shared_memory
-from pipelinerl_core.training.checkpoint import save_checkpoint
+from pipelinerl_core.training.live_state import LiveState
+from pipelinerl_core.weights.checkpoint import save_checkpoint
 from pipelinerl_core.weights.publish import WeightPublisher
 from tests.builders import hub_record, partial_row, put_commit, put_epoch
 from tests.fakes import MemoryStore
@@ -58,13 +59,13 @@ def put_orphans(store):
     """
     past = [
         batch_key(2, 1, rank=0),
-        "checkpoints/00000003.1/state.safetensors",
+        "checkpoints/00000003.1/state-00001.safetensors",
         commit_key(2, 1),
         "weights/00000002.1/model.safetensors",
     ]
     beyond = [
         batch_key(4, 3, rank=0),
-        "checkpoints/00000004.3/state.safetensors",
+        "checkpoints/00000004.3/state-00001.safetensors",
         commit_key(STEPS + 1, EPOCH),
         "weights/00000003.1/model.safetensors",
         "weights/00000004.3/model.safetensors",
@@ -202,9 +203,10 @@ def test_a_run_without_a_commit_keeps_everything(store):
 @pytest.mark.parametrize(("config", "gone"), [(LONGER, [1]), (DONE, [1, 2, STEPS + 1])])
 def test_checkpoints_go_that_no_start_and_no_replay_needs(store, config, gone):
     for step in range(STEPS + 1):
-        save_checkpoint(store, step, EPOCH, {"w": torch.zeros(1)}, {})
+        save_checkpoint(store, step, EPOCH, LiveState({"w": torch.zeros(1)}, {}))
         change(store, step, checkpoint=CheckpointRef(step=step, epoch=EPOCH))
-    save_checkpoint(store, STEPS + 1, EPOCH, {"w": torch.zeros(1)}, {})  # its commit is on the way, unless it is done
+    # Its commit is on the way, unless the run is done.
+    save_checkpoint(store, STEPS + 1, EPOCH, LiveState({"w": torch.zeros(1)}, {}))
     collect(store, config, with_rollouts=False, dry_run=False, now=True)
     left = {int(key.split("/")[1].split(".")[0]) for key in store.list("checkpoints")}
     assert left == set(range(STEPS + 2)) - set(gone)
@@ -344,7 +346,7 @@ def test_a_hub_that_starts_after_a_collection_of_a_live_run_finds_the_same_state
 
 def test_the_checkpoints_of_a_live_run_are_left_to_its_trainer(store):
     for step in range(STEPS + 30):
-        save_checkpoint(store, step, EPOCH, {"w": torch.zeros(1)}, {})
+        save_checkpoint(store, step, EPOCH, LiveState({"w": torch.zeros(1)}, {}))
         put_commit(store, step, EPOCH, checkpoint=CheckpointRef(step=step, epoch=EPOCH))
     assert collect(store, LONGER, with_rollouts=False, dry_run=True)["checkpoints"] != []
     assert collect(store, LONGER, with_rollouts=False, dry_run=True, is_live=True)["checkpoints"] == []

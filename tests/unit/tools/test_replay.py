@@ -11,7 +11,8 @@ from pipelinerl_core.roles.trainer import retrain
 from pipelinerl_core.roles.trainer.retrain import inexact_steps, replay_steps, restore
 from pipelinerl_core.run.history import take_epoch
 from pipelinerl_core.run.records import CheckpointRef
-from pipelinerl_core.training.checkpoint import save_checkpoint
+from pipelinerl_core.training.live_state import LiveState
+from pipelinerl_core.weights.checkpoint import save_checkpoint
 from tests.builders import put_commit
 from tests.fakes import MemoryStore
 
@@ -33,7 +34,7 @@ def run():
     store, commits = MemoryStore(), {}
     for step in range(6):
         if step in CHECKPOINTS:
-            save_checkpoint(store, step, EPOCH, {"w": torch.full((4,), float(step))}, {"version": step})
+            save_checkpoint(store, step, EPOCH, LiveState({"w": torch.full((4,), float(step))}, {"version": step}))
         newest = max(checkpoint for checkpoint in CHECKPOINTS if checkpoint <= step)
         commits[step] = put_commit(store, step, EPOCH, checkpoint=CheckpointRef(step=newest, epoch=EPOCH))
     return store, commits
@@ -46,7 +47,7 @@ def restored(run, step=5):
 
 
 def flip(store, step):
-    key = f"checkpoints/{step:08d}.{EPOCH}/state.safetensors"
+    key = f"checkpoints/{step:08d}.{EPOCH}/state-00001.safetensors"
     data = bytearray(store.get(key))
     data[-1] ^= 1
     store.put(key, bytes(data))
@@ -62,7 +63,7 @@ def test_a_damaged_checkpoint_costs_a_longer_replay_and_no_more(run, caplog):
     flip(store, 4)
     assert restored(run) == 2
     assert "checkpoint of step 4 left out" in caplog.text
-    store.delete([f"checkpoints/00000002.{EPOCH}/state.safetensors"])  # its manifest is still there
+    store.delete([f"checkpoints/00000002.{EPOCH}/state-00001.safetensors"])  # its manifest is still there
     assert restored(run) == 0
     store.put(f"checkpoints/00000000.{EPOCH}/manifest.json", b"{")
     with pytest.raises(ConfigError, match="no intact checkpoint at or before step 5"):

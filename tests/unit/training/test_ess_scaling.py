@@ -8,7 +8,7 @@ import torch
 
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.training.learning_rate import LearningRate
-from tests.models import published_by
+from tests.models import published_by, state_of
 from tests.unit.training.learner_case import config, learner_of, rows_of, tiny_model
 
 
@@ -90,7 +90,7 @@ def test_steps_after_a_checkpoint_have_the_same_bits():
     first = started(ess_scaling=True)
     data = [rows_of(config(), seed=seed) for seed in (4, 5, 6, 2)]  # the first has the largest ess
     all_metrics = [first.step(rows) for rows in data[:2]]
-    state = first.state()
+    state = state_of(first)
     names = {"ess_reference": "importance/ess_sequence", "ess_tokens": "importance/sequence_tokens"}
     assert state[1] == {"version": 2, **{key: all_metrics[0][name] for key, name in names.items()}}
     all_metrics += [first.step(rows) for rows in data[2:]]

@@ -14,7 +14,7 @@ from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, TrainingDiverged
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.telemetry.metrics import METRICS
-from pipelinerl_core.training.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
+from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.training.model import (
     checkpoint_activations,
     head_weight,
@@ -25,7 +25,8 @@ from pipelinerl_core.training.model import (
     prepare_model,
 )
 from pipelinerl_core.types import WeightSpan
-from tests.models import published_by
+from pipelinerl_core.weights.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
+from tests.models import published_by, state_of
 from tests.unit.training.learner_case import (
     TEMPERATURE,
     config,
@@ -268,7 +269,7 @@ def test_a_refused_step_leaves_weights_moments_and_random_state(advantage):
                 continue
             with pytest.raises(TrainingDiverged):
                 learner.step_packs(packs([*rows[:2], replace(rows[2], advantage=np.inf), *rows[3:]]))
-        return learner.state()
+        return state_of(learner)
 
     (tensors, values), (wanted, values_wanted) = after(-1, 1, -3, -4, 2), after(1, 2)
     assert values == values_wanted
@@ -305,7 +306,7 @@ def test_a_resumed_run_continues_bit_for_bit(store, dtype):
     learner = learner_of(tiny_model().to(dtype), run_config)
     for step in (1, 2):
         learner.step(rows_of(run_config, step, seed=step))
-    save_checkpoint(store, 2, 1, *learner.state())
+    save_checkpoint(store, 2, 1, learner.state())
     drawn = torch.rand(1)
     expected = [learner.step(rows_of(run_config, step, seed=step)) for step in (3, 4)]
 
@@ -324,9 +325,9 @@ def test_a_resumed_run_continues_bit_for_bit(store, dtype):
 def test_bfloat16_weights_follow_float32_masters():
     run_config = config(lr=1e-5, warmup_steps=0)
     learner = learner_of(tiny_model().to(torch.bfloat16), run_config)
-    before = learner.state()[0]
+    before = state_of(learner)[0]
     learner.step(rows_of(run_config))
-    after, _ = learner.state()
+    after, _ = state_of(learner)
     changed = [not torch.equal(after[name], before[name]) for name in before if name.startswith("weights.")]
     assert all(changed)
     for name, tensor in published_by(learner).items():
@@ -343,7 +344,7 @@ def test_bfloat16_gradients_of_all_packs_are_added():
 
 
 def test_a_checkpoint_of_another_model_is_refused():
-    tensors, values = learner_of(tiny_model(), config()).state()
+    tensors, values = state_of(learner_of(tiny_model(), config()))
     with pytest.raises(StoreError, match=r"weights.model.embed_tokens.weight: shape \(100, 32\).*\(90, 32\)"):
         learner_of(tiny_model(vocab_size=90), config()).load_state(tensors, values)
 
@@ -383,31 +384,31 @@ def test_a_step_without_a_sampled_token_moves_nothing_but_the_version():
 
 
 def test_a_checkpoint_without_its_manifest_does_not_exist(store):
-    manifest = save_checkpoint(store, 3, 1, {"a": torch.arange(4.0)}, {"version": 3, "x": 0.1})
+    manifest = save_checkpoint(store, 3, 1, LiveState({"a": torch.arange(4.0)}, {"version": 3, "x": 0.1}))
     tensors, values = load_checkpoint(store, 3, 1)
     assert torch.equal(tensors["a"], torch.arange(4.0))
     assert values == {"version": 3, "x": 0.1}
-    assert [entry.name for entry in manifest.files] == ["state.safetensors"]
+    assert [entry.name for entry in manifest.files] == ["state-00001.safetensors"]
     store.delete(["checkpoints/00000003.1/manifest.json"])
     with pytest.raises(MissingObject):
         load_checkpoint(store, 3, 1)
 
 
 def test_changed_bytes_of_a_checkpoint_are_refused(store):
-    save_checkpoint(store, 3, 1, {"a": torch.arange(4.0)}, {})
-    key = "checkpoints/00000003.1/state.safetensors"
+    save_checkpoint(store, 3, 1, LiveState({"a": torch.arange(4.0)}, {}))
+    key = "checkpoints/00000003.1/state-00001.safetensors"
     data = bytearray(store.get(key))
     data[-1] ^= 1
     store.put(key, bytes(data))
-    with pytest.raises(StoreError, match=r"state.safetensors: .* its record says"):
+    with pytest.raises(StoreError, match=r"state-00001.safetensors: .* its record says"):
         load_checkpoint(store, 3, 1)
 
 
 def test_pruning_keeps_the_newest_of_the_newest_epoch(store):
     for step, epoch in [(10, 1), (20, 1), (30, 1), (12, 2), (14, 2)]:
-        save_checkpoint(store, step, epoch, {"a": torch.zeros(1)}, {})
-    store.put("checkpoints/00000011.2/state.safetensors", b"never finished")
-    store.put("checkpoints/00000016.2/state.safetensors", b"being written")
+        save_checkpoint(store, step, epoch, LiveState({"a": torch.zeros(1)}, {}))
+    store.put("checkpoints/00000011.2/state-00001.safetensors", b"never finished")
+    store.put("checkpoints/00000016.2/state-00001.safetensors", b"being written")
     doomed = prune_checkpoints(store, keep=2)
     assert sorted(doomed) == [(10, 1), (11, 2), (20, 1), (30, 1)]
     assert {key.split("/")[1] for key in store.list("checkpoints")} == {"00000012.2", "00000014.2", "00000016.2"}

@@ -9,7 +9,6 @@ from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.roles.trainer.adopt import _load_committed_weights
-from pipelinerl_core.training.checkpoint import load_checkpoint, save_checkpoint
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.lora import (
     PublishedWeight,
@@ -19,8 +18,9 @@ from pipelinerl_core.training.lora import (
     trained_parameters,
 )
 from pipelinerl_core.training.model import checkpoint_activations, prepare_model
+from pipelinerl_core.weights.checkpoint import load_checkpoint, save_checkpoint
 from tests.fakes import MemoryStore
-from tests.models import published_by
+from tests.models import published_by, state_of
 from tests.unit.training.learner_case import config, plain_loss, rows_of, tiny_model
 
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -157,7 +157,7 @@ def test_a_checkpoint_of_adapters_continues_bit_for_bit(store, dtype):
     run_config = lora_config()
     learner = adapted_learner(run_config, dtype=dtype)
     learner.step(rows_of(run_config, 1))
-    save_checkpoint(store, 1, 1, *learner.state())
+    save_checkpoint(store, 1, 1, learner.state())
     expected = learner.step(rows_of(run_config, 2))
 
     tensors, values = load_checkpoint(store, 1, 1)
@@ -173,7 +173,7 @@ def test_a_checkpoint_of_adapters_continues_bit_for_bit(store, dtype):
 
 def test_a_checkpoint_of_another_rank_is_refused():
     with pytest.raises(StoreError, match=r"lora_A.weight: shape \(4, 32\) in the checkpoint, \(8, 32\)"):
-        adapted_learner(lora_config(lora_rank=8)).load_state(*adapted_learner(lora_config()).state())
+        adapted_learner(lora_config(lora_rank=8)).load_state(*state_of(adapted_learner(lora_config())))
 
 
 def test_chosen_targets_alone_have_adapters():
@@ -222,8 +222,8 @@ def test_alpha_defaults_to_twice_the_rank():
 
 def test_committed_weights_do_not_replace_adapters(caplog):
     learner = adapted_learner(lora_config())
-    before = learner.state()[0]
+    before = state_of(learner)[0]
     commit = SimpleNamespace(step=3, manifest=SimpleNamespace(key="weights/00000003.1", files=()))
     _load_committed_weights(MemoryStore(), learner, commit)
     assert "step 3 was trained again on other hardware: its adapters differ" in caplog.text
-    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.state()[0].items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state_of(learner)[0].items())

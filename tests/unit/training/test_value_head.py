@@ -13,7 +13,7 @@ from pipelinerl_core.config.losses import PpoLoss, ReinforceLoss
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.training.policy import Policy, PolicyOutput, pack_loss
-from tests.models import published_by
+from tests.models import published_by, state_of
 from tests.unit.training.learner_case import config, learner_of, rows_of, tiny_model
 
 VALUE = ReinforceLoss(advantage="value", value_coefficient=0.5)
@@ -98,7 +98,7 @@ def test_values_are_learned_and_engines_never_see_them(loss):
     errors = [learner.step(rows)["policy/value_error"] for _ in range(30)]
     assert errors[-1] < 0.5 * errors[0]
     assert not any("value_head" in name for name in published_by(learner))
-    tensors, values = learner.state()
+    tensors, values = state_of(learner)
     assert {"weights.value_head.weight", "optimizer.value_head.bias.exp_avg"} <= tensors.keys()
     again = learner_of(tiny_model(seed=1), run_config)
     again.load_state(tensors, values)

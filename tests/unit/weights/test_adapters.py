@@ -19,9 +19,9 @@ from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
 from pipelinerl_core.roles.trainer.learners import build_alone
 from pipelinerl_core.roles.trainer.retrain import restore
 from pipelinerl_core.run.records import ADAPTERS_FILE, CheckpointRef, commit_key, holds_adapters
-from pipelinerl_core.training.checkpoint import save_checkpoint
 from pipelinerl_core.training.lora import trained_parameters
 from pipelinerl_core.weights.base import BaseWeights
+from pipelinerl_core.weights.checkpoint import save_checkpoint
 from pipelinerl_core.weights.files import parse, snapshot_of, take_snapshot
 from pipelinerl_core.weights.publish import WeightPublisher
 from pipelinerl_core.weights.subscribe import WeightSubscriber
@@ -249,7 +249,7 @@ def test_the_committer_names_the_file_of_adapters_by_its_content(store, model):
 
 def test_a_run_does_not_go_on_beside_another_model(store, model, tmp_path):
     learner = learner_of(config_of(model))
-    save_checkpoint(store, 0, 1, *learner.state())
+    save_checkpoint(store, 0, 1, learner.state())
     manifest = publish(store, published_by(learner), version=0)
     put_record(store, commit_key(0, 1), commit_with(manifest))
     commits = {0: commit_key(0, 1)}

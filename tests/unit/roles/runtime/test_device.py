@@ -43,7 +43,7 @@ def test_a_decode_step_with_a_prefill_stays_on_the_device_of_the_model():
 def test_new_weights_are_staged_where_the_model_is():
     decoder = SlotDecoder(tiny_model(tied=False).to(ELSEWHERE), slots=4, max_len=32)
     staged = decoder.stage(weights_of(tiny_model(tied=False)))
-    assert {tensor.device for tensor in staged.values()} == {ELSEWHERE}
+    assert {tensor.device for tensor in staged.tensors.values()} == {ELSEWHERE}
     decoder.load(staged)
 
 

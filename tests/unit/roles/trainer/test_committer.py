@@ -20,6 +20,7 @@ from pipelinerl_core.run import compaction
 from pipelinerl_core.run.compacted import StepRange, list_commits
 from pipelinerl_core.run.history import counted_commit_keys, read_commit, take_epoch
 from pipelinerl_core.run.records import commit_key
+from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.types import FileEntry
 from pipelinerl_core.weights.files import snapshot_of
 from pipelinerl_core.weights.memory import private_memory
@@ -127,7 +128,7 @@ PATIENCE_SECONDS = 60
 FAILURES = {
     "weights": r"weights/00000002\.2/model\.safetensors",
     "batch": r"batches/00000002\.2/0000\.arrow",
-    "checkpoint": r"checkpoints/00000002\.2/state\.safetensors",
+    "checkpoint": r"checkpoints/00000002\.2/state-00001\.safetensors",
     "commit": r"commits/00000002\.2\.json",
 }
 
@@ -176,7 +177,7 @@ def computed(store, step):
     threading.Thread(target=upload).start()
     return ComputedStep(
         step=step, weights=snapshot_of(WEIGHTS),
-        state=({"w": torch.zeros(1)}, {"version": step}), batch=batch, reserved=None,
+        state=LiveState({"w": torch.zeros(1)}, {"version": step}), batch=batch, reserved=None,
         reserved_at=0.0, computed_at=0.0,
     )  # fmt: skip
 

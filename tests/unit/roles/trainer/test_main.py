@@ -18,6 +18,7 @@ from pipelinerl_core.messages import Ack, Reserved, RowsHeader
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.trainer.main import Trainer
 from pipelinerl_core.run.history import counted_commit_keys, read_commit
+from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.types import WeightSpan
 from tests.builders import epoch_record, group_named, put_epoch
 from tests.fakes import MemoryStore
@@ -98,7 +99,7 @@ class Learner:
         targets["w"].zero_()
 
     def state(self):
-        return {"w": torch.zeros(1)}, {}
+        return LiveState({"w": torch.zeros(1)}, {})
 
 
 class Hub(Link):

@@ -13,7 +13,7 @@ from pipelinerl_core.ledger.groups import ActorKey
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.roles.trainer.rescoring import KeptVersions, Rescoring, prefix
 from pipelinerl_core.types import Origin, WeightSpan
-from tests.models import published_by
+from tests.models import published_by, state_of
 from tests.unit.training.learner_case import config as learner_config
 from tests.unit.training.learner_case import learner_of, rows_of, tiny_model
 from tests.unit.training.test_lora import adapted_learner, lora_config
@@ -54,7 +54,7 @@ def trained(learner, config, *, steps=3):
         results.append(rescoring.rescore(learner.version, rows, {}, {}))
         learner.step(rows)
         rescoring.published(step, published_by(learner))
-    return learner.state()[0], results
+    return state_of(learner)[0], results
 
 
 FAST = learner_config(lr=1e-2, warmup_steps=0)
@@ -257,7 +257,7 @@ def test_the_divergence_from_the_start_is_that_of_the_published_weights_and_chan
     for step in (1, 2):
         learner.step(rows)
         rescoring.published(step, published_by(learner))
-    state, after = learner.state()[0], learner.logprobs_of(rollouts)
+    state, after = state_of(learner)[0], learner.logprobs_of(rollouts)
     gaps = [
         (then - now).astype(float)[rollout.loss_mask]
         for then, now, rollout in zip(before, after, rollouts, strict=True)
@@ -266,7 +266,7 @@ def test_the_divergence_from_the_start_is_that_of_the_published_weights_and_chan
     divergence = rescoring.divergence(lambda: first, rows)["policy/kl_start"]
     assert divergence == pytest.approx((np.exp(gaps) - gaps - 1).mean(), rel=1e-4)
     assert divergence > 1e-6
-    for name, tensor in learner.state()[0].items():
+    for name, tensor in state_of(learner)[0].items():
         assert torch.equal(tensor, state[name]), name
     for logprobs, other in zip(after, learner.logprobs_of(rollouts), strict=True):
         assert np.array_equal(logprobs, other)

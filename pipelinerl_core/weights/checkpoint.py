@@ -2,36 +2,66 @@
 
 The data is written first, the manifest with sizes and digests last.
 
-checkpoints/<step>.<k>/state.safetensors, then checkpoints/<step>.<k>/manifest.json
+checkpoints/<step>.<k>/state-<number>.safetensors, then checkpoints/<step>.<k>/manifest.json
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
-import safetensors.torch
 from torch import Tensor
 
 from pipelinerl_core.errors import MissingObject, StoreError
-from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.interfaces import ObjectStore, TensorMeta, WeightLayout
 from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import CheckpointManifest, checkpoint_prefix
 from pipelinerl_core.storage.digests import entry_of, read_verified
+from pipelinerl_core.weights.files import lay_out, metas_of, num_bytes, parse_copy
 
 _MANIFEST = "manifest.json"
-_DATA = "state.safetensors"
+FILE_BYTES = 256 << 20
 
 
-def save_checkpoint(
-    store: ObjectStore, step: int, epoch: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any]
-) -> CheckpointManifest:
-    """Write a learner's state after `step`. Returns after the manifest, which completes the checkpoint, is stored."""
+class State(Protocol):
+    """The state of a learner, as `training.live_state.LiveState` is."""
+
+    values: dict[str, Any]
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The tensors that were not taken."""
+
+    def take(self, targets: Mapping[str, Tensor]) -> None:
+        """Copy the tensors of these names into `targets`, and forget them."""
+
+
+def save_checkpoint(store: ObjectStore, step: int, epoch: int, state: State) -> CheckpointManifest:
+    """Write a learner's state after `step`, in files whose memory is bounded by FILE_BYTES and the largest tensor.
+
+    Returns after the manifest, which completes the checkpoint, is stored.
+    """
     prefix = checkpoint_prefix(step, epoch)
-    data: bytes = safetensors.torch.save(dict(tensors))
-    entry = entry_of(_DATA, data)
-    manifest = CheckpointManifest(step=step, epoch=epoch, files=(entry,), values=dict(values))
-    store.put(f"{prefix}/{_DATA}", data)
+    files = []
+    for number, metas in enumerate(_files(metas_of(state.tensors)), 1):
+        snapshot = lay_out(WeightLayout(metas))
+        state.take(snapshot.tensors)
+        files.append(entry_of(f"state-{number:05d}.safetensors", snapshot.data))
+        store.put(f"{prefix}/{files[-1].name}", memoryview(snapshot.data))
+    manifest = CheckpointManifest(step=step, epoch=epoch, files=tuple(files), values=state.values)
     store.put(f"{prefix}/{_MANIFEST}", manifest.model_dump_json(indent=1).encode())
     return manifest
+
+
+def _files(metas: Iterable[TensorMeta]) -> Iterator[tuple[TensorMeta, ...]]:
+    """Divide tensors into files of at most FILE_BYTES; a larger tensor has a file of its own."""
+    chosen: list[TensorMeta] = []
+    size = 0
+    for meta in metas:
+        if chosen and size + num_bytes(meta) > FILE_BYTES:
+            yield tuple(chosen)
+            chosen, size = [], 0
+        chosen.append(meta)
+        size += num_bytes(meta)
+    yield tuple(chosen)
 
 
 def load_checkpoint(store: ObjectStore, step: int, epoch: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -46,7 +76,7 @@ def load_checkpoint(store: ObjectStore, step: int, epoch: int) -> tuple[dict[str
     tensors: dict[str, Tensor] = {}
     for entry in manifest.files:
         try:
-            tensors |= safetensors.torch.load(read_verified(store, f"{prefix}/{entry.name}", entry))
+            tensors |= parse_copy(read_verified(store, f"{prefix}/{entry.name}", entry), entry.name)
         except MissingObject as error:
             raise StoreError(f"{store.url}/{key} names a missing object: {error}") from error
     return tensors, manifest.values
