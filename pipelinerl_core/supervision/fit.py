@@ -32,6 +32,8 @@ _KEPT_VERSIONS = 5
 """Files in shared memory: two published versions, the next one, a spare one, and one of an engine that is behind."""
 _OWN_VERSIONS = 3
 """Without shared memory: two published versions and the next one."""
+_FILE_BYTES = 0.25 * _GIB
+"""A file of a checkpoint in writing."""
 _RESCORED_VERSIONS = 2
 """trainer.rescore_bytes=0."""
 
@@ -187,12 +189,10 @@ def _trainer(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit
     weights = width * shape.num_parameters
     version = weights if config.weights.content == "merged" else width * _trained(config, shape)
     limit = card_bytes - (_share(config) * card_bytes if config.placement.share_gpu else 0.0)
-    # Rank 0 has snapshots of the weights, in shared memory or its own, and three copies of a checkpoint in writing.
-    snapshots = (
-        (0 if config.weights.uses_shared_memory else _OWN_VERSIONS * version)
-        + 3 * 12 * _trained(config, shape)
-        + _rescored(config, shape)
-    )
+    # Rank 0 has snapshots of the weights, in shared memory or its own, and while a checkpoint is written at most one
+    # copy of it: all of it with DeepSpeed, else what was not written when the next step updates the weights.
+    own = 0 if config.weights.uses_shared_memory else _OWN_VERSIONS * version
+    snapshots = own + 12 * _trained(config, shape) + _FILE_BYTES + _rescored(config, shape)
     on_cpu = 0.0 if gpus else sum(part.num_bytes for part in state) + activations
     return RoleFit(
         role="trainer",

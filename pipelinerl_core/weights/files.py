@@ -50,7 +50,7 @@ class Snapshot:
     region: Region
 
     @property
-    def data(self) -> mmap.mmap:
+    def data(self) -> "memoryview | mmap.mmap":
         """The bytes of the file."""
         return self.region.buffer
 
@@ -101,14 +101,14 @@ def metas_of(tensors: Mapping[str, Tensor]) -> tuple[TensorMeta, ...]:
     )
 
 
-def parse(data: "mmap.mmap | bytearray", where: str) -> dict[str, Tensor]:
+def parse(data: "memoryview | mmap.mmap | bytearray", where: str) -> dict[str, Tensor]:
     """The tensors of a file, as views of its bytes: `Adapters` if its header has a note.
 
     where: for messages. Raises ChecksumMismatch if the bytes are no such file.
     """
     try:
         start = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
-        header = json.loads(data[_LENGTH_BYTES:start])
+        header = json.loads(bytes(data[_LENGTH_BYTES:start]))
         metadata = header.pop(_METADATA, None) or {}
         tensors = {name: _view(data, start, values) for name, values in header.items()}
         note = metadata.get(_NOTE_KEY)
@@ -129,7 +129,7 @@ def is_weights(entry: FileEntry) -> bool:
     return entry.name in (WEIGHTS_FILE, ADAPTERS_FILE)
 
 
-def _view(data: "mmap.mmap | bytearray", start: int, values: Mapping[str, Any]) -> Tensor:
+def _view(data: "memoryview | mmap.mmap | bytearray", start: int, values: Mapping[str, Any]) -> Tensor:
     dtype, shape = _TYPES[values["dtype"]], values["shape"]
     begin, end = values["data_offsets"]
     count = math.prod(shape)

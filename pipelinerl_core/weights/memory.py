@@ -1,10 +1,10 @@
 """Memory for the bytes of weight versions: private to a process, or files in shared memory that are used in turn.
 
-A file in shared memory is locked as long as somebody maps it: exclusively while it is written, shared afterwards, by
-the trainer and by every engine whose weights are views of it. A lock belongs to the mapping and ends with it, also if
-the process is killed. The trainer writes the next version into a file that nobody maps, because a write into fresh
-pages takes three times as long. The name of a file says which version it holds, and is changed before the file is
-written again.
+A file in shared memory is locked as long as somebody uses it: exclusively while it is written, shared afterwards, by
+the trainer and by every engine whose weights are views of it. A lock ends with the last tensor of the version, or
+with its process. The trainer writes the next version into a file that nobody uses, because a write into fresh pages
+takes several times as long. The name of a file says which version it holds, and is changed before the file is written
+again.
 """
 
 import fcntl
@@ -25,26 +25,67 @@ SHM_ROOT = Path("/dev/shm")
 _SPARE_FILES = 1
 _UNNAMED, _NUMBERS = ".unnamed-", itertools.count()
 _FILE = re.compile(r"\.unnamed-.+|\d+\.\d+\.safetensors")
-"""A file that is written, or <version>.<epoch>.safetensors. Sorted by name, unfinished files come first."""
+"""A file that is written, or <version>.<epoch>.safetensors."""
+
+
+@dataclass(slots=True, eq=False)
+class SharedFile:
+    """A file that this process has mapped, for all of its versions: mapping takes longer than a copy."""
+
+    path: Path
+    descriptor: int
+    mapping: mmap.mmap
+    view: "weakref.ref[memoryview] | None" = None
+    """Of the version in the file; it ends with the last tensor of the version."""
+
+    def use(self) -> memoryview:
+        """The bytes of a file that this process has locked. When the result and its views end, the lock ends."""
+        view = memoryview(self.mapping)
+        self.view = weakref.ref(view)
+        weakref.finalize(view, fcntl.flock, self.descriptor, fcntl.LOCK_UN)
+        return view
+
+    def lock(self) -> bool:
+        """Lock the file for writing; False if a process uses it."""
+        if self.view is not None and self.view() is not None:
+            return False
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    @property
+    def is_named(self) -> bool:
+        """Whether `path` is still the name of this file."""
+        try:
+            return self.path.stat().st_ino == os.fstat(self.descriptor).st_ino
+        except FileNotFoundError:
+            return False
+
+    def remove(self) -> None:
+        """Remove, unmap and close a file that `lock` has locked."""
+        if self.is_named:
+            self.path.unlink()
+        self.mapping.close()
+        os.close(self.descriptor)
 
 
 @dataclass(slots=True, eq=False)
 class Region:
     """Memory of one version."""
 
-    buffer: mmap.mmap
+    buffer: "memoryview | mmap.mmap"
     """Keeps the lock of the file."""
-    path: Path | None = None
+    file: SharedFile | None = None
     """The file in shared memory; None for private memory."""
-    descriptor: int = -1
-    """The open file, which is closed with the buffer."""
 
     def publish(self, path: Path) -> None:
         """Let other processes map the file, as `path`. The bytes must not change afterwards. Raises OSError."""
-        if self.path is not None and self.path != path:
-            os.replace(self.path, path)
-            self.path = path
-            fcntl.flock(self.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if self.file is not None and self.file.path != path:
+            os.replace(self.file.path, path)
+            self.file.path = path
+            fcntl.flock(self.file.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 WeightMemory = Callable[[int], Region]
@@ -66,61 +107,53 @@ class SharedFiles:
 
     def __init__(self, run_id: str) -> None:
         self._directory = shm_directory(run_id)
+        self._mapped: list[SharedFile] = []
 
     def path(self, version: int, epoch: int) -> Path:
         """The file of a version."""
         return self._directory / f"{version:08d}.{epoch}.safetensors"
 
     def allocate(self, size: int) -> Region:
-        """A file of this size that nobody else maps. Raises OSError if the shared memory has no space for it."""
+        """A file of this size that nobody uses. Raises OSError if the shared memory has no space for it."""
         private_directory(self._directory)
+        self._remove_left_behind()
         unnamed = self._directory / f"{_UNNAMED}{os.getpid()}-{next(_NUMBERS)}"
-        descriptor = self._reuse(unnamed)
-        if descriptor is None:
-            descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_size != size:
-                os.ftruncate(descriptor, size)
-                os.posix_fallocate(descriptor, 0, size)  # a write into a page without memory would end the process
-            buffer = mmap.mmap(descriptor, size)
-        except OSError:
-            unnamed.unlink(missing_ok=True)
-            os.close(descriptor)
-            raise
-        weakref.finalize(buffer, os.close, descriptor)
-        return Region(buffer, unnamed, descriptor)
+        free = [file for file in sorted(self._mapped, key=lambda file: file.path) if file.lock()]
+        fitting = [file for file in free if len(file.mapping) == size and file.is_named]
+        for file in free:
+            if file not in fitting[: 1 + _SPARE_FILES]:
+                self._mapped.remove(file)
+                file.remove()
+        for file in fitting[1 : 1 + _SPARE_FILES]:
+            fcntl.flock(file.descriptor, fcntl.LOCK_UN)
+        if not fitting:
+            self._mapped.append(_new_file(unnamed, size))
+            return Region(self._mapped[-1].use(), self._mapped[-1])
+        os.replace(fitting[0].path, unnamed)
+        fitting[0].path = unnamed
+        return Region(fitting[0].use(), fitting[0])
 
-    def _reuse(self, path: Path) -> int | None:
-        """The oldest file that nobody maps, locked and renamed to `path`, as an open file; None if there is none.
-
-        Removes further such files beyond _SPARE_FILES.
-        """
-        free = [(name, descriptor) for name in sorted(os.listdir(self._directory)) if _FILE.fullmatch(name)
-                and (descriptor := _lock(self._directory / name)) is not None]  # fmt: skip
-        for name, descriptor in free[1 + _SPARE_FILES :]:
-            (self._directory / name).unlink(missing_ok=True)
-            os.close(descriptor)
-        for _, descriptor in free[1 : 1 + _SPARE_FILES]:
-            os.close(descriptor)
-        if not free:
-            return None
-        os.replace(self._directory / free[0][0], path)
-        return free[0][1]
+    def _remove_left_behind(self) -> None:
+        """Remove files of earlier trainers that nobody uses."""
+        own = {file.path.name for file in self._mapped}
+        for name in os.listdir(self._directory):
+            if _FILE.fullmatch(name) and name not in own:
+                with suppress(FileNotFoundError, BlockingIOError), open(self._directory / name, "rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(self._directory / name)
 
 
-def _lock(path: Path) -> int | None:
-    """The file, open and locked for writing; None if a process maps it, or if it is gone."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
+def _new_file(path: Path, size: int) -> SharedFile:
+    """A new file with memory for all of its pages, locked."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.posix_fallocate(descriptor, 0, size)  # a write into a page without memory would end the process
+        return SharedFile(path, descriptor, mmap.mmap(descriptor, size))
     except OSError:
+        path.unlink(missing_ok=True)
         os.close(descriptor)
-        return None
-    return descriptor
+        raise
 
 
 def open_shared(path: Path) -> mmap.mmap | None:

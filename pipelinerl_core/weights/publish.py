@@ -72,11 +72,11 @@ class WeightPublisher:
 
     def _shared_path(self, version: int, region: Region) -> str | None:
         """The file of a version in shared memory; None if actors cannot read the memory of the snapshot."""
-        if self._shared is None or region.path is None:
+        if self._shared is None or region.file is None:
             return None
         try:
             region.publish(self._shared.path(version, self._epoch))
         except OSError as error:
             logger.warning("version %d is not in %s: %s", version, SHM_ROOT, error.strerror)
             return None
-        return str(region.path)
+        return str(region.file.path)
