@@ -128,6 +128,7 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         "tokens_per_second": use.tokens_per_second if use else None,
         "rollouts_per_second": _rollouts_per_second(facts),
         **_swaps(commits),
+        "weights": _weights(commits, _seconds(facts, commits).get("training", 0.0)),
         **_versions(facts.steps),
         "ess_mean": _mean_metric(commits, "importance/ess"),
         "trainer_idle_fraction": trainer_idle,
@@ -273,6 +274,19 @@ def _swaps(commits: list[Commit]) -> dict[str, Any]:
             "p99": measures.percentile(pauses, 99),
             "max": max(pauses, default=None),
         },
+    }
+
+
+def _weights(commits: list[Commit], training_seconds: float) -> dict[str, Any]:
+    """What a version costs the trainer: medians, and the share of the run's training time."""
+    times = {
+        name: [commit.metrics[f"weights/{name}"] for commit in commits if f"weights/{name}" in commit.metrics]
+        for name in ("copy_seconds", "published_seconds")
+    }
+    spent = sum(map(sum, times.values()))
+    return {
+        **{name: measures.percentile(values, 50) for name, values in times.items()},
+        "share": spent / training_seconds if training_seconds > 0 else None,
     }
 
 

@@ -129,6 +129,7 @@ def _meta(facts: RunFacts, report: Mapping[str, Any]) -> str:
 
 def _tiles(facts: RunFacts, report: Mapping[str, Any]) -> str:
     lag, pauses, length = report["lag"], report["swap_pause_seconds"], report["completion_length"]
+    weights = report["weights"]
     max_lag = facts.run.config.get("schedule", {}).get("max_lag", "?")
     window = report["reward_window_steps"]
     reward_steps = "step" if window == 1 else f"{window} steps"
@@ -158,6 +159,14 @@ def _tiles(facts: RunFacts, report: Mapping[str, Any]) -> str:
             f"{_milliseconds(pauses['max'])}"
             if report["num_swaps"]
             else "no swap was reported before the last step",
+        ),
+        (
+            "Weight versions",
+            _number(weights["share"], "{:.1%}"),
+            f"of the training time: {_milliseconds(weights['copy_seconds'])} to copy, beside training "
+            f"{_milliseconds(weights['published_seconds'])} to publish (medians)"
+            if weights["copy_seconds"] is not None
+            else "not measured",
         ),
         (
             "Lag of trained tokens",

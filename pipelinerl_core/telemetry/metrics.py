@@ -209,6 +209,7 @@ _DECLARED = (
     Metric("progress/samples", "rollouts", "running total", "Rollouts trained so far; an x axis."),
     Metric("progress/tokens", "tokens", "running total", "Completion tokens trained on so far; an x axis."),
     Metric("progress/seconds", "seconds", "value", "Wall clock since the run began; an x axis."),
+    Metric("weights/copy_seconds", "seconds", "value", "Copy of the weights, for which training stands still."),
     Metric("weights/published_seconds", "seconds", "value", "Digest and publication of the version."),
     Metric("weights/bytes", "bytes", "sum over files", "Size of the published version."),
     Metric("eval/accuracy", "reward", "mean over held-out prompts",

@@ -271,7 +271,9 @@ class Trainer:
         metrics["train/quarantined_groups"] = len(self._held(step).quarantined)
         if self._parts is not None:
             metrics |= self._parts.step(groups, reserved.fates)
+        copied_from = time.perf_counter()
         weights = self._committer.snapshot(self._learner)
+        metrics["weights/copy_seconds"] = time.perf_counter() - copied_from
         self._rescoring.published(step, weights.tensors)
         metrics |= self._divergence(step, rows)
         self._watch.computed(step, rows, metrics, (waited_from, reserved_at, computed_at))

@@ -233,7 +233,7 @@ def two_step_run(store):
         ),
     ):
         commit = commit_at(step, 90 + 10 * step, wait=1.0, actors=actors)
-        metrics = {**commit.metrics, "importance/ess": 1.0 - 0.1 * step}
+        metrics = {**commit.metrics, "importance/ess": 1.0 - 0.1 * step, "weights/copy_seconds": 0.1 * step}
         update = {"batches": put_batch(store, step, 2, rows), "swaps": swaps, "tokens": tokens, "metrics": metrics}
         put_record(store, commit_key(step, 2), commit.model_copy(update=update))
     for version, accuracy in ((2, 0.75), (0, 0.25)):
@@ -273,6 +273,8 @@ def test_report_by_hand(store, two_step_run):
     assert report["completion_length"] == {"median": 4.0, "p99.5": pytest.approx(4 + 6 * 0.99), "max": 10}
     assert report["num_swaps"] == 1, "a swap that is reported twice is one swap"
     assert report["swap_pause_seconds"] == {"p50": 0.01, "p99": 0.01, "max": 0.01}
+    assert report["weights"]["copy_seconds"] == pytest.approx(0.15)
+    assert report["weights"]["share"] == pytest.approx(0.3 / report["seconds"]["training"])
     assert report["ess_mean"] == pytest.approx(0.85)
     assert report["trainer_idle_fraction"] == pytest.approx(1 / 10)
     assert report["actor_idle_fraction"] == pytest.approx(0.1)  # 9 of 10 slots
