@@ -23,8 +23,8 @@ from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.runtime.process import exit_codes, limit_threads
 from pipelinerl_core.roles.trainer.learners import build_alone
 from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.weights import memory
 from pipelinerl_core.weights.checkpoint import load_checkpoint, save_checkpoint
-from pipelinerl_core.weights.memory import SHM_ROOT
 
 PARTS = ("write", "stop", "read", "load")
 
@@ -37,7 +37,7 @@ def measure(directory: str, dtype: str, rounds: int) -> dict[str, Any]:
     learner._optimizer.step(torch.ones(()), learning_rate=0.0)  # makes the moments
     learner._optimizer.zero_grad()
     meter, wall = Meter(), list[float]()
-    root = Path(mkdtemp(prefix="pipelinerl-bench-", dir=SHM_ROOT))
+    root = Path(mkdtemp(prefix="pipelinerl-bench-", dir=memory.SHM_ROOT))
     try:
         for step in range(rounds + 1):
             store = open_store(str(root / str(step)))

@@ -22,7 +22,7 @@ import psutil
 from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.drain import ask_to_drain
 from pipelinerl_core.supervision.temporary_directories import compiler_cache, link_compiler_cache
-from pipelinerl_core.weights.publish import shm_directory
+from pipelinerl_core.weights.memory import shm_directory
 from tests.chaos.proxy import FaultyProxy
 from tests.chaos.services import mlflow_server, prefect_server
 from tests.conftest import ACCESS_KEY, BUCKET, SECRET_KEY, start_rclone, stop_rclone

@@ -26,7 +26,7 @@ from pipelinerl_core.roles.trainer.main import Trainer
 from pipelinerl_core.rollouts.player import SingleTurns
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import take_over
-from pipelinerl_core.weights.publish import shm_directory
+from pipelinerl_core.weights.memory import shm_directory
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.integration.pipeline import BIT_FOR_BIT, SIX_STEPS, TOKEN, committed_steps, make_run, role, trained_rows
 from tests.waiting import wait_for

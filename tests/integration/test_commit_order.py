@@ -26,7 +26,7 @@ from pipelinerl_core.run.records import commit_key
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tools import replay_child
 from pipelinerl_core.tools.replay import replay_run
-from pipelinerl_core.weights.publish import shm_directory
+from pipelinerl_core.weights.memory import shm_directory
 from tests.integration.pipeline import BIT_FOR_BIT, SIX_STEPS, TOKEN, assert_closes, make_run, role, trained_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

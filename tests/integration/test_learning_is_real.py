@@ -21,7 +21,7 @@ from pipelinerl_core.roles.runtime.evaluation import build_set, measure
 from pipelinerl_core.roles.runtime.inference import build_engine
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.versions import find_commit
-from pipelinerl_core.weights.publish import shm_directory
+from pipelinerl_core.weights.memory import shm_directory
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.integration.pipeline import TOKEN, committed_steps, make_run, role
 from tests.waiting import wait_for

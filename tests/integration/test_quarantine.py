@@ -23,7 +23,7 @@ from pipelinerl_core.run.history import take_over
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tools.gc import collect
 from pipelinerl_core.tools.replay import replay_run
-from pipelinerl_core.weights.publish import shm_directory
+from pipelinerl_core.weights.memory import shm_directory
 from tests.integration.pipeline import BIT_FOR_BIT, SIX_STEPS, TOKEN, assert_closes, make_run, role, trained_rows
 from tests.integration.test_commit_order import Crash, Fate, MortalLink, MortalStore, commits_of
 

@@ -10,7 +10,7 @@ import pytest
 from pipelinerl_core.run.history import counted_commit_keys, read_commit
 from pipelinerl_core.run.records import Commit
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.weights.publish import shm_directory
+from pipelinerl_core.weights.memory import shm_directory
 from tests.integration.pipeline import (
     SIX_STEPS,
     committed_steps,

@@ -12,13 +12,13 @@ from pipelinerl_core.models.resolve import load_config
 
 
 def test_every_name_is_a_module():
-    assert len(NAMES) == 11
+    assert len(NAMES) == 12
     assert all(importlib.util.find_spec(f"benchmarks.{name}") for name in NAMES)
 
 
 def test_an_unknown_benchmark_is_refused(capsys):
     assert main(["engines"]) == 2
-    assert "bench engines: no such benchmark; there are: adapters, demo" in capsys.readouterr().err
+    assert "bench engines: no such benchmark; there are: checkpoint, demo" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("suite", "first"), [("emulated", "pipeline"), ("off-policy", "off, ess-scaling")])

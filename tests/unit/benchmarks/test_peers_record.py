@@ -25,13 +25,13 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(record, "time", SimpleNamespace(perf_counter=clock.perf_counter))
-    real = record.serialize
+    real = record.save_file
 
-    def slow(weights):
+    def slow(weights, path):
         clock.now += 100.0
-        return real(weights)
+        real(weights, path)
 
-    monkeypatch.setattr(record, "serialize", slow)
+    monkeypatch.setattr(record, "save_file", slow)
     return clock
 
 

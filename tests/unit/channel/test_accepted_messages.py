@@ -57,7 +57,7 @@ from pipelinerl_core.telemetry.metrics import step_metrics
 from pipelinerl_core.telemetry.mlflow import MlflowTracker
 from pipelinerl_core.telemetry.role_metrics import run_exposition
 from pipelinerl_core.types import NO_STEP
-from pipelinerl_core.weights.files import entry_of
+from pipelinerl_core.weights.files import entry_of, snapshot_of
 from tests.builders import put_epoch, put_run, sync_message
 from tests.fakes import MemoryStore
 from tests.rollout_rows import build_group
@@ -183,7 +183,7 @@ class World:
         )  # fmt: skip
         committer.submit(
             ComputedStep(
-                step=step, weights={"w": torch.ones(2)}, state=None, batch=Done(entry_of(key, data)),
+                step=step, weights=snapshot_of({"w": torch.ones(2)}), state=None, batch=Done(entry_of(key, data)),
                 reserved=reserved, metrics=metrics, reserved_at=self.now, computed_at=self.now + 1.0,
             )
         )  # fmt: skip
@@ -410,7 +410,7 @@ def test_the_end_of_a_range_is_accepted_and_values_beyond_are_refused_by_name(sa
 def test_messages_that_pass_admission_break_no_later_stage(tracker, all_said):
     world = World(MemoryStore())
     committer = world.committer()
-    computed = {"weights": {"w": torch.ones(2)}, "state": None, "batch": None, "reserved": None}
+    computed = {"weights": snapshot_of({"w": torch.ones(2)}), "state": None, "batch": None, "reserved": None}
     committer.submit(ComputedStep(step=0, **computed, reserved_at=START, computed_at=START))
     committer.flush()
     leases = {name: world.sync(name, want=1).leases[0] for name in ("intruder", "other")}

@@ -82,7 +82,7 @@ def test_swaps_are_no_time_of_decode_steps():
 def test_a_recorded_run_gives_speeds_and_a_prediction(recorded):
     calibrated = calibrate(recorded)
     assert calibrated.config.engine.concurrency == 48
-    assert calibrated.work.prompt_tokens == 9
+    assert calibrated.work.prompt_tokens == 7  # of 9, because a group trains its prompt once
     assert 0.001 < calibrated.speeds.decode_seconds(48) < 0.1
     assert calibrated.speeds.decode_seconds(0) == 0
     assert 0.005 < calibrated.speeds.train_seconds(1500) < 0.5

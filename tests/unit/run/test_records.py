@@ -111,7 +111,7 @@ def store(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        ("another format", "has format_version 1; this version of pipelinerl reads 3"),
+        ("another format", "has format_version 1; this version of pipelinerl reads 4"),
         ("no JSON", "is not a valid {model}: not JSON, EOF while parsing"),
         ("out of range", "is not a valid {model}: {number}"),
     ],
