@@ -59,6 +59,8 @@ class WeightUpdate:
     """True: weights without a tensor keep their values. False: `tensors` contains all weights."""
     path: str | None = None
     """The safetensors file on this host that the tensors are views of; it does not change while they exist."""
+    inode: int = 0
+    """Of this file: another file may have its name by now."""
     group: int = 0
     """Number of the broadcast group from which the engine receives the weights (`tensors` is empty); 0: none."""
     broadcast_index: int = 0

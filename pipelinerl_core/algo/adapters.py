@@ -24,7 +24,7 @@ class AdapterNote:
     dtype: str
     """Type of the merged weights, as torch calls it, without "torch."."""
     base_digest: str
-    """Digest of the frozen weights that the adapters belong to (`weights.base.BaseWeights.sha256`)."""
+    """Digest of the frozen weights that the adapters belong to (`weights.base.BaseWeights.digest`)."""
 
 
 class Adapters(dict[str, Tensor]):

@@ -43,8 +43,8 @@ class TrainerConfig(Section):
     that the engines sample from these versions (docs/off-policy.md); 0: none. Raise for more certain figures and an
     earlier alarm."""
     rescore_bytes: int = Field(0, ge=0)
-    """Bytes of earlier versions that the trainer keeps in host memory for that; 0: two versions. Raise if many tokens
-    are of versions that are gone (rescored/gone_tokens)."""
+    """Bytes of earlier versions that the trainer keeps in memory for that (weights.transport=shm: in shared memory);
+    0: two versions. Raise if many tokens are of versions that are gone (rescored/gone_tokens)."""
     rescore_alarm: Literal["tell", "expel"] = "tell"
     """An actor whose engine does not sample from the version that it names. tell: log, event and report name the
     actor; expel: the hub takes the actor's groups for other actors, and the actor ends for good. Set expel for runs

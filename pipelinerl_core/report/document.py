@@ -278,15 +278,14 @@ def _swaps(commits: list[Commit]) -> dict[str, Any]:
 
 
 def _weights(commits: list[Commit], training_seconds: float) -> dict[str, Any]:
-    """What a version costs the trainer: medians, and the share of the run's training time."""
+    """What a version costs the trainer: medians, and the share of the run's time in which training stands still."""
     times = {
         name: [commit.metrics[f"weights/{name}"] for commit in commits if f"weights/{name}" in commit.metrics]
         for name in ("copy_seconds", "published_seconds")
     }
-    spent = sum(map(sum, times.values()))
     return {
         **{name: measures.percentile(values, 50) for name, values in times.items()},
-        "share": spent / training_seconds if training_seconds > 0 else None,
+        "share": sum(times["copy_seconds"]) / training_seconds if training_seconds > 0 else None,
     }
 
 

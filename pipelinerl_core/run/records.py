@@ -14,7 +14,7 @@
   quarantined/<step>.<k>/<try>.arrow     the rows of a step whose loss or gradient was not finite
   weights/<version>.<k>/                 data first (WEIGHTS_FILE or ADAPTERS_FILE), manifest.json last
   broadcasts/<number>.json               receivers and rendezvous of a broadcast from the trainer's memory
-  checkpoints/<step>.<k>/                model, optimizer, RNG; manifest.json last
+  checkpoints/<step>.<k>/                state-<n>.safetensors: masters, moments, RNG; manifest.json last
   commits/<step>.<k>.json                the commit of a step, which defines the run's state
   compacted/commits/<a>-<b>.<k>.parquet  the commits of steps a to b of trainer epoch k, instead of the objects above
   compacted/rollouts/<a>-<b>.<k>.parquet the rows of the groups that these commits decided

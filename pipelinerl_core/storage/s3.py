@@ -188,9 +188,12 @@ class S3Store:
         size = int(self._head(key)["ContentLength"])
         threads = ThreadPoolExecutor(PARALLEL_PARTS, thread_name_prefix="s3-get")
         try:
-            return b"".join([first, *threads.map(read, range(PART_BYTES, size, PART_BYTES))])
+            data = b"".join([first, *threads.map(read, range(PART_BYTES, size, PART_BYTES))])
         finally:
             threads.shutdown(cancel_futures=True)
+        if len(data) != size:
+            raise StoreUnavailable(f"cannot read {key!r} in {self.url}: {len(data)} of {size} bytes arrived")
+        return data
 
     def _read(self, path: str, start: int, timeout: float) -> bytes:
         """Up to PART_BYTES from `start`; empty at or after the end of the object."""

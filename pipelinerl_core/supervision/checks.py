@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import shutil
 import socket
@@ -41,7 +42,7 @@ from pipelinerl_core.run.local_files import check_local_files
 from pipelinerl_core.run.locate import SHARED_MEMORY, local_directory
 from pipelinerl_core.run.user_code import local_code, read_local, stored_code
 from pipelinerl_core.storage.object_store import check_writable, open_store
-from pipelinerl_core.supervision.fit import check_fit
+from pipelinerl_core.supervision.fit import check_fit, shared_bytes
 from pipelinerl_core.supervision.gpus import check_gpus
 from pipelinerl_core.supervision.role_commands import ending_with_parent, module_command, role_environment
 from pipelinerl_core.supervision.temporary_directories import own_temporary
@@ -65,7 +66,6 @@ _SMALL_FILES_BYTES = 200_000_000  # segments, batches, commits and logs of a run
 _OPTIMIZER_COPIES = 3  # a checkpoint holds the weights and two moments
 _KEPT_CHECKPOINTS = 3
 _STAGED_MODELS = 2  # the merged model that vLLM has loaded, and the next one
-_KEPT_VERSIONS = 5  # files in shared memory, as in fit.py
 
 
 def check_packages(config: RunConfig) -> None:
@@ -456,8 +456,8 @@ def check_space(config: RunConfig, root: str) -> None:
     if config.weights.uses_shared_memory:
         _require_free(
             SHARED_MEMORY,
-            _KEPT_VERSIONS * version_bytes,
-            f"for {_KEPT_VERSIONS} weight versions of {_size(version_bytes)}. "
+            math.ceil(shared_bytes(config, version_bytes)),
+            f"for weight versions of {_size(version_bytes)}. "
             "Enlarge it (docker run --shm-size) or set weights.transport=object_store",
         )
     if config.weights.content == "adapters" and config.engine.has_workers and config.placement.kind == "local":

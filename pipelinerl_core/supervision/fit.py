@@ -28,8 +28,8 @@ _HEAD_LOGITS = 1 << 22
 _STAGED_MODELS = 2
 _ENGINE_SHARED_BYTES = 2.0 * _GIB
 """Shared memory of vLLM's workers and NCCL."""
-_KEPT_VERSIONS = 5
-"""Files in shared memory: two published versions, the next one, a spare one, and one of an engine that is behind."""
+_SHARED_VERSIONS = 6
+"""Files in shared memory: two published versions, the next, a spare one, those of a slow engine and the evaluator."""
 _OWN_VERSIONS = 3
 """Without shared memory: two published versions and the next one."""
 _FILE_BYTES = 0.25 * _GIB
@@ -192,7 +192,9 @@ def _trainer(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit
     # Rank 0 has snapshots of the weights, in shared memory or its own, and while a checkpoint is written at most one
     # copy of it: all of it with DeepSpeed, else what was not written when the next step updates the weights.
     own = 0 if config.weights.uses_shared_memory else _OWN_VERSIONS * version
-    snapshots = own + 12 * _trained(config, shape) + _FILE_BYTES + _rescored(config, shape)
+    rescored = _rescored(config, shape)
+    shares = config.weights.uses_shared_memory and not config.learner.lora_rank  # then these are published files
+    snapshots = own + 12 * _trained(config, shape) + _FILE_BYTES + (0 if shares else rescored)
     on_cpu = 0.0 if gpus else sum(part.num_bytes for part in state) + activations
     return RoleFit(
         role="trainer",
@@ -201,8 +203,17 @@ def _trainer(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit
         gpu=(*state, Part(name="activations", num_bytes=activations), Part(name="CUDA", num_bytes=_OVERHEAD_BYTES)),
         limit_bytes=limit if gpus else 0.0,
         host_bytes=snapshots + on_host * ranks + on_cpu + 2 * _GIB * ranks,
-        shared_bytes=_KEPT_VERSIONS * version if config.weights.uses_shared_memory else _ENGINE_SHARED_BYTES,
+        shared_bytes=shared_bytes(config, version) if config.weights.uses_shared_memory else _ENGINE_SHARED_BYTES,
     )
+
+
+def shared_bytes(config: RunConfig, version_bytes: float) -> float:
+    """Of the published versions in shared memory, with those that the trainer keeps to score rollouts again."""
+    rules = config.trainer
+    kept = 0.0
+    if rules.rescore_share and config.learner.plans_packs and not config.learner.lora_rank:
+        kept = rules.rescore_bytes or _RESCORED_VERSIONS * version_bytes
+    return _SHARED_VERSIONS * version_bytes + kept
 
 
 def _rescored(config: RunConfig, shape: ModelShape) -> float:

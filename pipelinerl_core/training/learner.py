@@ -100,7 +100,7 @@ class TorchLearner(BaseLearner):
     def set_trained_weights(self, weights: Mapping[str, Tensor]) -> None:
         """See `interfaces.Rescorer`. Raises KeyError for a missing weight, before anything is replaced."""
         pairs = [(parameter, weights[name]) for name, parameter in trained_parameters(self._model).items()]
-        if not self._optimizer.has_masters:
+        if not self._optimizer.has_own_masters:
             self._before_change()
         for parameter, weight in pairs:
             parameter.copy_(weight)
@@ -115,6 +115,7 @@ class TorchLearner(BaseLearner):
 
         With LoRA the trained weights are the adapters; the base model is not included.
         """
+        self._before_change()
         tensors = {**self._optimizer.state(), "rng.torch": torch.get_rng_state()}
         self._lent = LiveState(tensors, {"version": self.version, **self._rate.state()})
         return self._lent

@@ -69,9 +69,9 @@ class MasterOptimizer:
         return list(self._parameters.values())
 
     @property
-    def has_masters(self) -> bool:
-        """Whether any master is another tensor than its parameter."""
-        return any(self._masters[name] is not parameter for name, parameter in self._parameters.items())
+    def has_own_masters(self) -> bool:
+        """Whether every master is another tensor than its parameter."""
+        return all(self._masters[name] is not parameter for name, parameter in self._parameters.items())
 
     def zero_grad(self) -> None:
         for master in self._masters.values():

@@ -108,6 +108,8 @@ def parse(data: "memoryview | mmap.mmap | bytearray", where: str) -> dict[str, T
     """
     try:
         start = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+        if start > len(data):
+            raise ValueError(f"a header of {start:,} bytes")
         header = json.loads(bytes(data[_LENGTH_BYTES:start]))
         metadata = header.pop(_METADATA, None) or {}
         tensors = {name: _view(data, start, values) for name, values in header.items()}

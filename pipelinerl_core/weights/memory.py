@@ -7,23 +7,25 @@ takes several times as long. The name of a file says which version it holds, and
 again.
 """
 
+import errno
 import fcntl
-import itertools
 import mmap
 import os
 import re
+import uuid
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from pipelinerl_core.run.context import private_directory
 
 SHM_ROOT = Path("/dev/shm")
 # Files beyond this number that nobody maps are removed.
 _SPARE_FILES = 1
-_UNNAMED, _NUMBERS = ".unnamed-", itertools.count()
+_UNNAMED = ".unnamed-"
 _FILE = re.compile(r"\.unnamed-.+|\d+\.\d+\.safetensors")
 """A file that is written, or <version>.<epoch>.safetensors."""
 
@@ -35,19 +37,26 @@ class SharedFile:
     path: Path
     descriptor: int
     mapping: mmap.mmap
-    view: "weakref.ref[memoryview] | None" = None
-    """Of the version in the file; it ends with the last tensor of the version."""
+    is_used: bool = False
+    """Whether this process has a tensor of the version in the file."""
 
     def use(self) -> memoryview:
-        """The bytes of a file that this process has locked. When the result and its views end, the lock ends."""
+        """The bytes of a file that this process has locked.
+
+        The lock ends with the result and the last tensor of it; a slice of the result does not keep the lock.
+        """
         view = memoryview(self.mapping)
-        self.view = weakref.ref(view)
-        weakref.finalize(view, fcntl.flock, self.descriptor, fcntl.LOCK_UN)
+        self.is_used = True
+        weakref.finalize(view, self._end)
         return view
+
+    def _end(self) -> None:
+        fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+        self.is_used = False  # last: `lock` may be called on another thread
 
     def lock(self) -> bool:
         """Lock the file for writing; False if a process uses it."""
-        if self.view is not None and self.view() is not None:
+        if self.is_used:
             return False
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,6 +92,8 @@ class Region:
     def publish(self, path: Path) -> None:
         """Let other processes map the file, as `path`. The bytes must not change afterwards. Raises OSError."""
         if self.file is not None and self.file.path != path:
+            if not self.file.is_named:
+                raise FileNotFoundError(errno.ENOENT, "another process has removed it", str(self.file.path))
             os.replace(self.file.path, path)
             self.file.path = path
             fcntl.flock(self.file.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -117,7 +128,7 @@ class SharedFiles:
         """A file of this size that nobody uses. Raises OSError if the shared memory has no space for it."""
         private_directory(self._directory)
         self._remove_left_behind()
-        unnamed = self._directory / f"{_UNNAMED}{os.getpid()}-{next(_NUMBERS)}"
+        unnamed = self._directory / f"{_UNNAMED}{uuid.uuid4().hex}"
         free = [file for file in sorted(self._mapped, key=lambda file: file.path) if file.lock()]
         fitting = [file for file in free if len(file.mapping) == size and file.is_named]
         for file in free:
@@ -156,13 +167,21 @@ def _new_file(path: Path, size: int) -> SharedFile:
         raise
 
 
-def open_shared(path: Path) -> mmap.mmap | None:
-    """Map a version's file, which stays as it is as long as the result or a view of it exists.
+class Shared(NamedTuple):
+    """The mapped file of a version."""
+
+    data: mmap.mmap
+    inode: int
+
+
+def open_shared(path: Path) -> Shared | None:
+    """Map a version's file, which stays as it is as long as the result or a tensor of it exists.
 
     None if the file is gone or written again. Writes to the result change private copies of its pages.
     """
     with suppress(FileNotFoundError, BlockingIOError), open(path, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        inode = os.fstat(file.fileno()).st_ino
+        if inode == path.stat().st_ino:
+            return Shared(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), inode)
     return None

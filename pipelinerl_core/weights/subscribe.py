@@ -15,6 +15,9 @@ from pipelinerl_core.weights.base import BaseWeights
 from pipelinerl_core.weights.files import is_weights, parse, parse_copy
 from pipelinerl_core.weights.memory import open_shared
 
+_Read = tuple[dict[str, torch.Tensor], int]
+"""Tensors of a version, and the inode of the file in shared memory if they are views of it, else 0."""
+
 
 class WeightSubscriber:
     """Fetches versions by manifest, from shared memory of this host if possible, else from the object store."""
@@ -31,18 +34,19 @@ class WeightSubscriber:
         Raises MissingObject if the version is gone, ConfigError if only another host can read it, ChecksumMismatch if
         it is damaged, or if its adapters belong to another base model.
         """
-        tensors, path = self._read(manifest)
+        tensors, inode = self._read(manifest)
         is_partial = isinstance(tensors, Adapters)
         if isinstance(tensors, Adapters):
             where = f"weights of version {manifest.version}"
             if self._base is None:
                 raise ChecksumMismatch(f"{where}: adapters, in a run with weights.content=merged")
-            tensors, path = self._base.merged(tensors, where), None
+            tensors, inode = self._base.merged(tensors, where), 0
         return WeightUpdate(
             version=manifest.version,
             tensors=tensors,
             num_bytes=manifest.num_bytes,
-            path=path,
+            path=manifest.shm if inode else None,
+            inode=inode,
             is_partial=is_partial,
         )
 
@@ -50,29 +54,26 @@ class WeightSubscriber:
         """The verified tensors of a version as they were published: all weights, or `Adapters`. Raises as `fetch`."""
         return self._read(manifest)[0]
 
-    def _read(self, manifest: WeightManifest) -> tuple[dict[str, torch.Tensor], str | None]:
-        """Tensors, and the file in shared memory if they are views of it."""
+    def _read(self, manifest: WeightManifest) -> _Read:
         entry = next(entry for entry in manifest.files if is_weights(entry))
         where = f"weights of version {manifest.version}"
-        tensors = self._from_shm(manifest, entry, where)
-        if tensors is not None:
-            return tensors, manifest.shm
-        return parse_copy(self._from_store(manifest, entry), where), None
+        shared = self._from_shm(manifest, entry, where)
+        return shared or (parse_copy(self._from_store(manifest, entry), where), 0)
 
-    def _from_shm(self, manifest: WeightManifest, entry: FileEntry, where: str) -> dict[str, torch.Tensor] | None:
-        """Views of the copy in shared memory; None if the durable copy must be read instead."""
+    def _from_shm(self, manifest: WeightManifest, entry: FileEntry, where: str) -> _Read | None:
+        """Views of the copy in shared memory, and its inode; None if the durable copy must be read instead."""
         if manifest.shm is None or manifest.host != self._host:
             return None
-        data = open_shared(Path(manifest.shm))
-        if data is None:
+        opened = open_shared(Path(manifest.shm))
+        if opened is None:
             return None  # its memory holds a newer version
         try:
-            verify(data, entry, manifest.shm)
+            verify(opened.data, entry, manifest.shm)
         except ChecksumMismatch:
             if manifest.key is None:
                 raise
             return None
-        return parse(data, where)
+        return parse(opened.data, where), opened.inode
 
     def _from_store(self, manifest: WeightManifest, entry: FileEntry) -> bytes:
         if manifest.key is None and manifest.shm is not None and manifest.host != self._host:

@@ -60,7 +60,10 @@ class SlotDecoder:
         self._slot_range_S = torch.arange(slots, device=self.device)
         self._nothing = torch.empty(0, dtype=torch.int64, device=self.device)
         self._parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        self._head_names = [name for name, parameter in self._parameters.items() if parameter is self._head.weight]
+        self._tied = {name: names for names in _aliases(self._parameters) for name in names}
+        self._head_names = next(
+            self._tied[name] for name, parameter in self._parameters.items() if parameter is self._head.weight
+        )
         self._head_weight_VC = _head_operand(self._head.weight.detach())
         with torch.inference_mode():
             # One pass allocates the memory and finds unsupported arguments before the first request.
@@ -136,7 +139,7 @@ class SlotDecoder:
 
         For tied weights (an embedding that is also the head) one of the two names is enough.
         """
-        targets = self.model.state_dict()
+        targets = self._parameters
         unknown = sorted(set(tensors) - set(targets))
         if unknown:
             raise SwapError(
@@ -173,10 +176,10 @@ class SlotDecoder:
     @torch.no_grad()
     def load(self, staged: StagedWeights) -> list[Tensor]:
         """Let the model use staged weights, without a copy. Returns the replaced ones, for the caller to release."""
-        replaced = [self._parameters[name].data for name in staged.tensors if name in self._parameters]
-        for name, parameter in self._parameters.items():
-            if name in staged.tensors:
-                parameter.data = staged.tensors[name]
+        replaced = [self._parameters[name].data for name in staged.tensors]
+        for name, tensor in staged.tensors.items():
+            for tied in self._tied[name]:
+                self._parameters[tied].data = tensor
         if staged.head_VC is not None:
             replaced.append(self._head_weight_VC)
             self._head_weight_VC = staged.head_VC

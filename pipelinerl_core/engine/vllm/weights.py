@@ -83,11 +83,14 @@ class StagedWeights:
         """
         path = self._directory / f"{update.version:08d}.safetensors"
         path.unlink(missing_ok=True)
+        self._staged = None
         if update.path is not None and not self._tied.keys() & update.tensors.keys():
             with contextlib.suppress(OSError):  # gone, or on another file system
                 os.link(update.path, path)
-                self._staged = path, update.tensors
-                return path
+                if path.stat().st_ino == update.inode:  # else the version was published again meanwhile
+                    self._staged = path, update.tensors
+                    return path
+                path.unlink()
         tensors = {self._tied.get(name, name): tensor.contiguous() for name, tensor in update.tensors.items()}
         with contextlib.ExitStack() as files:
             if update.is_partial:

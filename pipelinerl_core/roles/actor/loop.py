@@ -439,6 +439,7 @@ class Actor:
                     raise
                 logger.warning("%s", error)
                 continue
+            del update  # an engine that has copied the weights needs their file no longer
             failures, self._unreadable = 0, -1
             self._sync_now.set()  # the hub may wait for this swap before it ends a pause or grants leases
             self._swaps.append(self._watch.swapped(report))

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -63,9 +63,6 @@ from pipelinerl_core.telemetry.parts import PartMetrics
 from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.types import FileEntry, Float32Array, GroupKey, GroupRef, Rollout, TrainingRow, WeightManifest
 from pipelinerl_core.weights.subscribe import WeightSubscriber
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

@@ -177,7 +177,7 @@ class Rescoring:
             )  # fmt: skip
 
     def published(self, version: int, weights: "Mapping[str, torch.Tensor]") -> None:
-        """The learner has the weights of `version`. weights: the result of `Learner.weights`, which may be kept."""
+        """The learner has the weights of `version`. weights: a snapshot of them, which may be kept."""
         if self._rescorer is not None:
             self._current = self._rescorer.trained_weights(weights)
             if self._config.publishes(version):

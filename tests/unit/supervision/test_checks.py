@@ -102,7 +102,7 @@ def test_too_little_shared_memory_is_refused_only_for_transport_through_shared_m
     monkeypatch.setattr(
         checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free.get(str(path), 400_000_000)})
     )
-    with pytest.raises(ConfigError, match="/dev/shm: 400 MB free, but this run needs about 500 MB"):
+    with pytest.raises(ConfigError, match="/dev/shm: 400 MB free, but this run needs about 800 MB"):
         checks.check_space(config(), f"file://{tmp_path}")
     checks.check_space(config("weights.transport=object_store"), f"file://{tmp_path}")
 

@@ -99,7 +99,7 @@ def test_pods_have_shared_memory_for_the_size_of_the_model():
     pooled = config(SEVEN, "weights.transport=object_store")
     assert shared_memory_of(pooled, "actor") == 2 * 2 * NUM_7B + 2 * 2**30
     assert shared_memory_of(pooled, "trainer") == 2 * 2**30
-    assert shared_memory_of(config(SEVEN), "trainer") == 5 * 2 * NUM_7B
+    assert shared_memory_of(config(SEVEN), "trainer") == (6 + 2) * 2 * NUM_7B
     assert shared_memory_of(config("model.path=somebody/unknown"), "trainer") is None
 
 
@@ -199,10 +199,14 @@ def test_the_fit_is_text_and_a_document():
     assert "no GPU  host" in fit_of(on_cpu).lines()[1]
 
 
-def test_versions_that_are_kept_for_rescoring_are_in_the_memory_of_the_host():
-    def host_bytes(*overrides):
-        return fit_of(config(SEVEN, *overrides)).roles[0].host_bytes
+def test_versions_that_are_kept_for_rescoring_are_in_the_memory_of_the_host_or_are_published_files():
+    def trainer(*overrides):
+        return fit_of(config(SEVEN, *overrides)).roles[0]
 
-    without = host_bytes("trainer.rescore_share=0")
-    assert host_bytes() - without == 3 * 2 * NUM_7B
-    assert host_bytes("trainer.rescore_bytes=1000") - without == 2 * NUM_7B + 1000
+    through_store = "weights.transport=object_store"
+    without = trainer("trainer.rescore_share=0", through_store).host_bytes
+    assert trainer(through_store).host_bytes - without == 3 * 2 * NUM_7B
+    assert trainer("trainer.rescore_bytes=1000", through_store).host_bytes - without == 2 * NUM_7B + 1000
+    shared = trainer("trainer.rescore_share=0")
+    assert trainer().host_bytes == shared.host_bytes
+    assert trainer().shared_bytes - shared.shared_bytes == 2 * 2 * NUM_7B

@@ -161,3 +161,25 @@ def test_a_partial_update_is_staged_with_the_weights_that_are_loaded(model, tmp_
         staged.set_current(path)
     with pytest.raises(SwapError, match="names 'x'"):
         staged.check({"x": torch.zeros(1)}, is_partial=True)
+
+
+def test_a_version_that_was_published_again_is_not_linked(store, model, shm):
+    """The link would be of the file that has the name now, which the update does not keep."""
+    publisher = WeightPublisher(store, run_id="run", epoch=1, use_shm=True)
+    fetched = WeightSubscriber(store).fetch(publish(publisher, 5, weights(5), durable=False))
+    publish(publisher, 5, weights(5), durable=False)
+    path = StagedWeights(model, staging.staging_directory("run", "actor-0")).stage(fetched)
+    for version in range(6, 12):
+        publish(publisher, version, weights(version), durable=False)
+    torch.testing.assert_close(load_file(path), weights(5), rtol=0, atol=0)
+
+
+def test_a_linked_file_is_not_written_again_before_the_next_one_is_loaded(store, model, shm):
+    publisher = WeightPublisher(store, run_id="run", epoch=1, use_shm=True)
+    staged = StagedWeights(model, staging.staging_directory("run", "actor-0"))
+    path = staged.stage(WeightSubscriber(store).fetch(publish(publisher, 5, weights(5), durable=False)))
+    staged.set_current(path)
+    staged.stage(WeightSubscriber(store).fetch(publish(publisher, 6, weights(6), durable=False)))
+    for version in range(7, 12):
+        publish(publisher, version, weights(version), durable=False)
+    torch.testing.assert_close(load_file(path), weights(5), rtol=0, atol=0)
