@@ -37,7 +37,7 @@ CRASHES: dict[int, str | type] = {
     2: r"batches/00000002\.\d+/0000\.arrow",
     3: r"weights/00000003\.\d+/model\.safetensors",
     4: r"weights/00000004\.\d+/manifest\.json",
-    5: r"checkpoints/00000005\.\d+/state\.safetensors",
+    5: r"checkpoints/00000005\.\d+/state-00001\.safetensors",
     6: r"checkpoints/00000006\.\d+/manifest\.json",
     7: r"commits/00000007\.\d+\.json",
     8: Committed,
