@@ -253,6 +253,10 @@ class EngineStats:
     """Decode steps since the start."""
     running_seconds: float
     """Integral of `running` over time since the start, in sequence-seconds: mean running = its slope."""
+    num_prefilled: int = 0
+    """Tokens of sequences that started or continued, whose keys and values were needed."""
+    num_reused: int = 0
+    """Those among them whose keys and values were there, from a sequence with the same beginning."""
     overrun_seconds: float = 0.0
     """Time by which decode steps took longer than an emulated accelerator would; 0 without emulation."""
 

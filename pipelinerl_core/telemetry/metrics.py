@@ -318,6 +318,8 @@ _DECLARED = (
     _role("gauge", "actor_engine_running", _ACTOR, "Sequences that hold a slot."),
     _role("gauge", "actor_engine_waiting", _ACTOR, "Sequences that wait for a slot."),
     _role("gauge", "actor_kv_usage", _ACTOR, "Share of the KV memory in use."),
+    _role("gauge", "actor_prefix_hit_share", _ACTOR,
+          "Prompt tokens that another sequence had prefilled, over all, since the start of the engine."),
     _role("histogram", "actor_generation_seconds", _ACTOR, "Generation of the longest rollout of a group."),
     _role("histogram", "actor_scoring_seconds", _ACTOR, "From last token to reward, the slowest rollout of a group."),
     _role("histogram", "actor_swap_pause_seconds", _ACTOR, "Time without sampling at a swap of weights."),

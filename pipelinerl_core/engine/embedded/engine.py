@@ -91,7 +91,7 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         self._task: asyncio.Task[None] | None = None
         self._delay_seconds = 0.0
         self._clock: StepClock | None = None
-        self._num_steps = 0
+        self._num_steps = self._num_prefilled = self._num_reused = 0
 
     # ---- the contract --------------------------------------------------------------------------------------------
 
@@ -173,6 +173,8 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
             num_tokens=self._num_tokens,
             num_steps=self._num_steps,
             running_seconds=self._running_seconds,
+            num_prefilled=self._num_prefilled,
+            num_reused=self._num_reused,
             overrun_seconds=self._clock.overrun_seconds if self._clock is not None else 0.0,
         )
 
@@ -285,6 +287,8 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
             # A decode step feeds the last known token and samples the next. After a kept prefix, decode steps feed
             # the new tokens too, because a prefill begins at position 0.
             num_prefilled = len(request.prompt_token_ids) + sequence.num_prior - 1
+            self._num_prefilled += num_prefilled
+            self._num_reused += num_kept
             is_prefilled = not num_kept and not self._deterministic
             self._table.admit(slot, request, num_fed=num_prefilled if is_prefilled else num_kept)
             if is_prefilled:
@@ -295,6 +299,7 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
                     admitted.append((slot, tokens))
                 elif len(tokens):
                     copies.append((source.slot, slot))
+                    self._num_reused += num_prefilled
         if len(self._prefilled) > 2 * self._num_slots:
             self._prefilled = {key: held for key, held in self._prefilled.items() if held.slot is not None}
         return admitted, copies

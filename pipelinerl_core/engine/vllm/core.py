@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipelinerl_core.errors import EngineError
@@ -99,6 +99,9 @@ class CoreLoad:
     kv_usage: float = 0.0
     num_preemptions: int = 0
     num_steps: int = 0
+    num_prefilled: int = 0
+    num_reused: int = 0
+    """Of the prefix cache, as in EngineStats."""
 
 
 class VLLMCore:
@@ -134,7 +137,7 @@ class VLLMCore:
         self._num_starts += 1
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._starter, self._stop)
-        self.load = CoreLoad(num_preemptions=self.load.num_preemptions, num_steps=self.load.num_steps)
+        self.load = replace(self.load, running=0, waiting=0, kv_usage=0.0)
         try:
             await loop.run_in_executor(self._starter, _import_vllm)
             self.llm = await loop.run_in_executor(self._starter, self._build)
@@ -350,6 +353,9 @@ class VLLMCore:
                     core.load.waiting = scheduler_stats.num_waiting_reqs
                     core.load.kv_usage = scheduler_stats.kv_cache_usage
                     core.load.num_steps += 1
+                    if scheduler_stats.prefix_cache_stats is not None:
+                        core.load.num_prefilled += scheduler_stats.prefix_cache_stats.queries
+                        core.load.num_reused += scheduler_stats.prefix_cache_stats.hits
                 if iteration_stats is not None:
                     core.load.num_preemptions += iteration_stats.num_preempted_reqs
 

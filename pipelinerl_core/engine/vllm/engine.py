@@ -148,13 +148,16 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
         """Load of the engine now; steps and KV cache usage as the core reported them last."""
         self._count_time()
         self._observe()
+        load = self._keeper.core.load
         return EngineStats(
             running=len(self._running),
             waiting=len(self._waiting),
             slots=self._limit.value,
-            kv_usage=self._keeper.core.load.kv_usage,
+            kv_usage=load.kv_usage,
             num_tokens=self._num_tokens,
-            num_steps=self._keeper.core.load.num_steps,
+            num_steps=load.num_steps,
+            num_prefilled=load.num_prefilled,
+            num_reused=load.num_reused,
             running_seconds=self._running_seconds,
         )
 

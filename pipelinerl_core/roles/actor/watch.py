@@ -53,6 +53,7 @@ class ActorWatch:
                 metrics.set("actor_engine_running", stats.running)
                 metrics.set("actor_engine_waiting", stats.waiting)
                 metrics.set("actor_kv_usage", stats.kv_usage)
+                metrics.set("actor_prefix_hit_share", stats.num_reused / max(1, stats.num_prefilled))
                 await asyncio.sleep(HEARTBEAT_SECONDS)
 
     def reason_not_ready(self) -> str:

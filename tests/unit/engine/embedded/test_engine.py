@@ -263,6 +263,9 @@ async def test_a_group_is_prefilled_once_per_weight_version_and_samples_as_if_ea
     await engine.swap(update)
     completions = await asyncio.gather(*tasks)
     assert len(rows) < len(asked)
+    stats = engine.stats()
+    assert stats.num_prefilled == sum(len(prompt) - 1 for prompt, _ in asked)
+    assert stats.num_prefilled - stats.num_reused == sum(len(prompts[row[0] == 2]) - 1 for row in rows)
     assert all(rows.count((*prompt[:-1], *[0] * pad)) <= 2 for prompt in prompts for pad in range(3))
     for (prompt, length), completion in zip(asked, completions, strict=True):
         assert len(completion.token_ids) == length

@@ -164,7 +164,10 @@ class Engine:
     weight_version = 0
 
     def stats(self):
-        names = "running waiting slots num_tokens num_steps kv_usage running_seconds overrun_seconds"
+        names = (
+            "running waiting slots num_tokens num_steps kv_usage num_prefilled num_reused running_seconds "
+            "overrun_seconds"
+        )
         return SimpleNamespace(**dict.fromkeys(names.split(), 0))
 
     def set_paused(self, is_paused):

@@ -118,7 +118,13 @@ class Engine:
 
     def stats(self):
         return types.SimpleNamespace(
-            running=4, waiting=1, kv_usage=0.5, num_tokens=self.num_tokens, num_steps=self.num_tokens
+            running=4,
+            waiting=1,
+            kv_usage=0.5,
+            num_tokens=self.num_tokens,
+            num_steps=self.num_tokens,
+            num_prefilled=0,
+            num_reused=0,
         )
 
 
