@@ -14,7 +14,7 @@ report  = await engine.swap(update)              # between two decode steps
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from pipelinerl_core.types import (
     Chunk,
@@ -84,14 +84,26 @@ class WeightLayout(NamedTuple):
     """Of adapters; None: all weights."""
 
 
+GO = "go"
+"""Set by the trainer when every receiver is there: only then the members connect."""
+
+
+def member_key(state: Literal["here", "failed"], rank: int) -> str:
+    """The key that a receiver sets before it connects to the others, or when it could not connect."""
+    return f"{state}/{rank}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BroadcastGroup:
     """A trainer and the engine workers that receive the trainer's weights, in one collective."""
 
     number: int
     """Unique within a run, never 0."""
-    ticket: str
-    """Address of the rendezvous: gloo:<host>:<port>, or nccl:<base64 of the unique id>."""
+    host: str
+    port: int
+    """Where the members meet: a TCPStore of the trainer with the keys `member_key` and `GO`."""
+    nccl_id: str
+    """Base64 of NCCL's unique id; empty for a group over gloo."""
     world_size: int
     """Number of members: the trainer (rank 0) and every worker of every actor."""
     first_ranks: dict[str, int]
@@ -100,6 +112,10 @@ class BroadcastGroup:
     """Limit of every wait for other members."""
     layout: tuple[TensorMeta, ...]
     """The weights of every broadcast, in order."""
+
+    def actor_of(self, rank: int) -> str:
+        """The actor with the worker `rank`."""
+        return max((first, actor) for actor, first in self.first_ranks.items() if first <= rank)[1]
 
 
 class Engine(Protocol):
@@ -149,14 +165,16 @@ class BroadcastReceiver(Protocol):
     """An engine that can receive weights from the trainer's memory, without a file."""
 
     async def join(self, group: BroadcastGroup, first_rank: int) -> None:
-        """Join a broadcast group; returns when all members have joined. After an EngineError `group` is 0.
+        """Begin to join a broadcast group, while sampling goes on; the first broadcast waits for the end of the join.
+
+        After an EngineError `group` is 0.
 
         The engine must then receive every broadcast of the group: a swap that skips a broadcast is refused.
         """
 
     @property
     def group(self) -> int:
-        """Number of the joined group; 0: none. A failed or missed broadcast, or a restart, leaves the group."""
+        """Number of the group joined last; 0: none. A failed or missed broadcast, or a restart, leaves the group."""
 
     @property
     def needs_weights(self) -> bool:

@@ -5,8 +5,8 @@ through the store. A receiver that has ended breaks the collective, so the broad
 active actors before each broadcast. Every wait has a deadline, after which the group is closed and the version goes
 through the store.
 
-On a GPU the collective is NCCL's, packed as in vLLM's weight transfer; without a GPU it is gloo's. The ticket of an
-NCCL group is its unique id, which goes through the store, because vLLM's rendezvous by TCP sends pickles.
+On a GPU the collective is NCCL's, packed as in vLLM's weight transfer; without a GPU it is gloo's. The unique id of
+an NCCL group goes through the run's store, because vLLM's rendezvous by TCP sends pickles.
 """
 
 import base64
@@ -18,14 +18,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from pipelinerl_core.errors import BroadcastError
-from pipelinerl_core.interfaces import BroadcastGroup, ObjectStore, TensorMeta
+from pipelinerl_core.interfaces import GO, BroadcastGroup, ObjectStore, TensorMeta, member_key
 from pipelinerl_core.run.records import broadcast_key
 from pipelinerl_core.weights.files import metas_of
 
@@ -36,11 +36,8 @@ logger = logging.getLogger(__name__)
 _GROUPS_PER_EPOCH = 1_000_000
 _POLL_SECONDS = 0.02
 _THREAD_END_SECONDS = 5.0
-
-
-def gloo_receiver_key(rank: int) -> str:
-    """The key that a receiver sets in the TCPStore of a gloo group before it connects."""
-    return f"here/{rank}"
+# Receivers that could not connect say so this long after the trainer could not; the others are named in the error.
+_FAILED_SECONDS = 2.0
 
 
 def read_group(store: ObjectStore, number: int) -> BroadcastGroup:
@@ -50,13 +47,60 @@ def read_group(store: ObjectStore, number: int) -> BroadcastGroup:
     return BroadcastGroup(**values)
 
 
+class Meeting:
+    """Where the members of a group wait for each other, so that they connect only when all of them are there.
+
+    A member that connects cannot be interrupted, and waits for one that is missing. The workers of the engines wait
+    and connect on a thread, while they generate.
+    """
+
+    def __init__(self, host: str, world_size: int, deadline: timedelta) -> None:
+        self.store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+            host, 0, world_size, is_master=True, wait_for_workers=False, timeout=deadline
+        )
+        self.port: int = self.store.port
+        self.world_size = world_size
+        self.deadline = deadline
+
+    def wait(self, is_closed: threading.Event) -> None:
+        """Wait until every receiver is there, and let all connect.
+
+        Raises MembersMissing after the deadline, BroadcastError if `is_closed` is set before.
+        """
+        deadline = time.monotonic() + self.deadline.total_seconds()
+        while missing := self._without("here"):
+            if is_closed.wait(_POLL_SECONDS):
+                raise BroadcastError("the group was closed")
+            if time.monotonic() > deadline:
+                raise MembersMissing(missing, f"not there within {self.deadline.total_seconds():g} s")
+        self.store.set(GO, "")
+
+    def silent(self) -> list[int]:
+        """After connecting has failed: the ranks that do not say that they failed, too."""
+        deadline = time.monotonic() + _FAILED_SECONDS
+        while (silent := self._without("failed")) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return silent
+
+    def _without(self, state: Literal["here", "failed"]) -> list[int]:
+        return [rank for rank in range(1, self.world_size) if not self.store.check([member_key(state, rank)])]
+
+
+class MembersMissing(BroadcastError):
+    """The receivers with these ranks did not join."""
+
+    def __init__(self, ranks: list[int], cause: str) -> None:
+        super().__init__(cause)
+        self.ranks = ranks
+
+
 class Sender(Protocol):
     """Rank 0 of a collective."""
 
-    ticket: str
+    nccl_id: str
 
-    def connect(self, is_closed: threading.Event) -> None:
-        """Wait until every receiver is connected. Raises an error if `is_closed` is set before."""
+    def connect(self, meeting: Meeting) -> None:
+        """Connect to the receivers, which are all there; cannot be interrupted."""
 
     def send(self, tensors: Mapping[str, Tensor], layout: tuple[TensorMeta, ...]) -> None:
         """Broadcast all tensors in the order of the layout; returns when all are sent."""
@@ -68,23 +112,17 @@ class Sender(Protocol):
 class GlooSender:
     """Broadcasts from CPU memory over TCP, with gloo's own deadlines."""
 
-    def __init__(self, host: str, world_size: int, deadline: timedelta) -> None:
-        self._store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-            host, 0, world_size, is_master=True, wait_for_workers=False, timeout=deadline
-        )
-        self.ticket = f"gloo:{host}:{self._store.port}"
-        self._world_size = world_size
-        self._deadline = deadline
+    nccl_id = ""
+
+    def __init__(self) -> None:
         self._group: Any = None
 
-    def connect(self, is_closed: threading.Event) -> None:
-        """Wait until every receiver has set its key, then connect, because connecting cannot be interrupted."""
-        keys = [gloo_receiver_key(rank) for rank in range(1, self._world_size)]
-        deadline = time.monotonic() + self._deadline.total_seconds()
-        while not self._store.check(keys):
-            if is_closed.wait(_POLL_SECONDS) or time.monotonic() > deadline:
-                raise BroadcastError("not all receivers have joined")
-        self._group = dist.ProcessGroupGloo(self._store, 0, self._world_size, self._deadline)
+    def connect(self, meeting: Meeting) -> None:
+        """Connect over the store of the meeting. Raises MembersMissing."""
+        try:
+            self._group = dist.ProcessGroupGloo(meeting.store, 0, meeting.world_size, meeting.deadline)
+        except RuntimeError as error:
+            raise MembersMissing(meeting.silent(), str(error).splitlines()[0]) from None
 
     def send(self, tensors: Mapping[str, Tensor], layout: tuple[TensorMeta, ...]) -> None:
         """One broadcast per tensor."""
@@ -93,26 +131,25 @@ class GlooSender:
 
     def close(self) -> None:
         """Free sockets and threads."""
-        self._group = self._store = None
+        self._group = None
 
 
 class NcclSender:
     """Broadcasts between GPUs. Not tested on GPUs yet."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self) -> None:
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
         self._unique_id = bytes(NCCLLibrary().ncclGetUniqueId().internal)
-        self.ticket = f"nccl:{base64.b64encode(self._unique_id).decode()}"
-        self._world_size = world_size
+        self.nccl_id = base64.b64encode(self._unique_id).decode()
         self._communicator: Any = None
 
-    def connect(self, is_closed: threading.Event) -> None:
-        """Create the communicator; NCCL cannot be interrupted meanwhile."""
+    def connect(self, meeting: Meeting) -> None:
+        """Create the communicator."""
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
         device = torch.accelerator.current_device_index()
-        self._communicator = uid_init_process_group(self._unique_id, 0, self._world_size, device)
+        self._communicator = uid_init_process_group(self._unique_id, 0, meeting.world_size, device)
 
     def send(self, tensors: Mapping[str, Tensor], layout: tuple[TensorMeta, ...]) -> None:
         """Pack the snapshot in CPU memory into buffers and broadcast them, several in flight."""
@@ -233,14 +270,13 @@ class WeightBroadcaster:
     def _open(self, actors: list[str], layout: tuple[TensorMeta, ...]) -> None:
         self._number += 1
         world_size = 1 + self._workers * len(actors)
-        sender: Sender
-        if self._on_gpu:
-            sender = NcclSender(world_size)
-        else:
-            sender = GlooSender(self._host, world_size, timedelta(seconds=self._deadline_seconds))
+        meeting = Meeting(self._host, world_size, timedelta(seconds=self._deadline_seconds))
+        sender: Sender = NcclSender() if self._on_gpu else GlooSender()
         group = BroadcastGroup(
             number=self._number,
-            ticket=sender.ticket,
+            host=self._host,
+            port=meeting.port,
+            nccl_id=sender.nccl_id,
             world_size=world_size,
             first_ranks={actor: 1 + index * self._workers for index, actor in enumerate(actors)},
             deadline_seconds=self._deadline_seconds,
@@ -251,7 +287,7 @@ class WeightBroadcaster:
         self._num_sent, self._confirmed, self._opened_at = 0, set(), time.monotonic()
         self._has_failed, self._is_closed = threading.Event(), threading.Event()
         connect = functools.partial(
-            self._connect, group, sender, self._is_connected, self._has_failed, self._is_closed
+            self._connect, group, sender, meeting, self._is_connected, self._has_failed, self._is_closed
         )
         self._start(connect, "broadcast-connect")
         logger.info("broadcast group %d opened for %s", group.number, actors)
@@ -267,15 +303,19 @@ class WeightBroadcaster:
     def _connect(
         group: BroadcastGroup,
         sender: Sender,
+        meeting: Meeting,
         is_connected: threading.Event,
         has_failed: threading.Event,
         is_closed: threading.Event,
     ) -> None:
         """Runs on a separate thread; the events belong to this group, which a newer group may have replaced."""
         try:
-            sender.connect(is_closed)
+            meeting.wait(is_closed)
+            sender.connect(meeting)
         except Exception as error:  # noqa: BLE001 - after any failure there is no group
-            logger.warning("broadcast group %d not connected: %s", group.number, error)
+            ranks = error.ranks if isinstance(error, MembersMissing) else []
+            names = "".join(f"{actor}: " for actor in sorted({group.actor_of(rank) for rank in ranks}))
+            logger.warning("broadcast group %d not connected: %s%s", group.number, names, error)
             has_failed.set()
             return
         is_connected.set()

@@ -233,11 +233,13 @@ class VLLMCore:
         await self._call(self.llm.resume_generation())
 
     async def join(self, group: BroadcastGroup, first_rank: int) -> None:
-        """Let every worker join a broadcast group; generation pauses until all receivers have joined."""
+        """Let every worker begin to join a broadcast group, on a thread; generation goes on."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         info = {
-            "ticket": group.ticket,
+            "host": group.host,
+            "port": group.port,
+            "nccl_id": group.nccl_id,
             "first_rank": first_rank,
             "world_size": group.world_size,
             "deadline_seconds": group.deadline_seconds,

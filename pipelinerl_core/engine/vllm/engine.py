@@ -78,7 +78,7 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
         return self._keeper.needs_weights
 
     async def join(self, group: BroadcastGroup, first_rank: int) -> None:
-        """See `interfaces.BroadcastReceiver`; sampling pauses until all receivers have joined."""
+        """See `interfaces.BroadcastReceiver`."""
         await self._keeper.join(group, first_rank)
 
     async def open(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from pipelinerl_core.engine.vllm.core import CoreDied, VLLMCore
+from pipelinerl_core.engine.vllm.core import VLLMCore
 from pipelinerl_core.engine.vllm.weights import StagedWeights
 from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import BroadcastGroup, WeightUpdate
@@ -72,12 +72,12 @@ class CoreKeeper:
         return _WEIGHTS in self._closed_for
 
     async def join(self, group: BroadcastGroup, first_rank: int) -> None:
-        """Join a broadcast group, outside of swaps. After an EngineError the engine is in no group."""
+        """Begin to join a broadcast group. After an EngineError the engine is in no group, and the core restarts."""
         async with self._lock:
             self.group = None
             try:
                 await self.core.join(group, first_rank)
-            except CoreDied as error:
+            except EngineError as error:
                 self.restart(str(error))
                 raise
             self.group, self._num_received = group, 0

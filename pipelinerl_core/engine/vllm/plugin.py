@@ -5,10 +5,14 @@ module verifies nothing: an update that fails half-way leaves the engine core wi
 have checked names, shapes and checksum before.
 """
 
+import functools
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,6 +29,8 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from pipelinerl_core.engine.vllm.names import FileNames, file_shapes
+from pipelinerl_core.interfaces import GO, member_key
 from pipelinerl_core.parent_death import die_with_parent
 
 BACKEND = "pipelinerl"
@@ -37,7 +43,9 @@ DIE_WITH_PARENT = "PIPELINERL_VLLM_DIES_WITH_PARENT"
 class GroupInit(WeightTransferInitInfo):  # type: ignore[misc]
     """The broadcast group to join (interfaces.BroadcastGroup)."""
 
-    ticket: str
+    host: str
+    port: int
+    nccl_id: str
     first_rank: int
     """Rank of the first worker of this engine."""
     world_size: int
@@ -54,24 +62,68 @@ class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
     shapes: list[list[int]] = field(default_factory=list)
 
 
-class GlooReceiver:
-    """Receives the broadcasts of weights.broadcast.GlooSender."""
+Load = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 
-    def __init__(self, init: GroupInit, rank: int) -> None:
-        host, _, port = init.ticket.removeprefix("gloo:").rpartition(":")
-        deadline = timedelta(seconds=init.deadline_seconds)
-        self._store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-            host, int(port), init.world_size, is_master=False, timeout=deadline
-        )
-        self._store.set(f"here/{rank}", "")  # weights.broadcast.gloo_receiver_key
-        self._group: Any = dist.ProcessGroupGloo(self._store, rank, init.world_size, deadline)
 
-    def tensors(self, update: Update) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor as it arrives."""
+class Membership:
+    """One worker's place in a broadcast group. The worker joins on a thread and generates meanwhile."""
+
+    def __init__(self, init: GroupInit, rank: int, load: Load, connect_nccl: Callable[[], Any]) -> None:
+        """load: loads tensors into the model. connect_nccl: returns vLLM's own receiver, connected."""
+        self._init = init
+        self._rank = rank
+        self._load = load
+        self._connect_nccl = connect_nccl
+        self._gloo: Any = None
+        self._nccl: Any = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._join, name="join-group", daemon=True)
+        self._thread.start()
+
+    def _join(self) -> None:
+        """Wait until all members are there, and connect: connecting to members that are missing cannot be ended."""
+        init, deadline = self._init, timedelta(seconds=self._init.deadline_seconds)
+        try:
+            store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+                init.host, init.port, init.world_size, is_master=False, timeout=deadline
+            )
+            store.set(member_key("here", self._rank), "")
+            store.wait([GO], deadline)
+            try:
+                if init.nccl_id:
+                    self._nccl = self._connect_nccl()
+                else:
+                    self._gloo = dist.ProcessGroupGloo(store, self._rank, init.world_size, deadline)
+            except Exception:
+                store.set(member_key("failed", self._rank), "")
+                raise
+        except Exception as error:  # noqa: BLE001 - told by the first broadcast, which the trainer then never sends
+            self._error = error
+
+    def receive(self, update: Update) -> None:
+        """Receive a broadcast into the model. Raises RuntimeError if the worker has not joined."""
+        self._thread.join(self._init.deadline_seconds)
+        if self._gloo is not None:
+            self._load(self._tensors(update))
+        elif self._nccl is not None:
+            names, dtypes, shapes = update.names, update.dtype_names, update.shapes
+            self._nccl.receive_weights(NCCLWeightTransferUpdateInfo(names=names, dtype_names=dtypes, shapes=shapes))
+        else:
+            raise RuntimeError(f"a broadcast was announced to a worker that could not join its group: {self._error}")
+
+    def _tensors(self, update: Update) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor as it arrives over gloo, from weights.broadcast.GlooSender."""
         for name, dtype_name, shape in zip(update.names, update.dtype_names, update.shapes, strict=True):
             tensor = torch.empty(shape, dtype=getattr(torch, dtype_name))
-            self._group.broadcast([tensor], dist.BroadcastOptions()).wait()
+            self._gloo.broadcast([tensor], dist.BroadcastOptions()).wait()
             yield name, tensor
+
+    def leave(self) -> None:
+        """Free sockets and communicator."""
+        self._gloo = None
+        nccl, self._nccl = self._nccl, None
+        if nccl is not None:
+            nccl.shutdown()
 
 
 class TransferEngine(WeightTransferEngine[GroupInit, Update]):  # type: ignore[misc]
@@ -83,27 +135,30 @@ class TransferEngine(WeightTransferEngine[GroupInit, Update]):  # type: ignore[m
 
     init_info_cls = GroupInit
     update_info_cls = Update
-    _gloo: GlooReceiver | None = None
-    _nccl: Any = None
+    _membership: Membership | None = None
 
     def init_transfer_engine(self, init_info: GroupInit) -> None:
-        """Leave the previous broadcast group and join a new one."""
+        """Leave the previous broadcast group and begin to join another one."""
         self.shutdown()
-        if init_info.ticket.startswith("gloo:"):
-            parallel = self.parallel_config
-            worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-            self._gloo = GlooReceiver(init_info, init_info.first_rank + worker)
-            return
-        nccl = NCCLWeightTransferEngine(self.config, self.vllm_config, self.device, self.model)
-        nccl.init_transfer_engine(
-            NCCLWeightTransferInitInfo(
-                nccl_unique_id_b64=init_info.ticket.removeprefix("nccl:"),
-                rank_offset=init_info.first_rank,
-                world_size=init_info.world_size,
-                packed=True,
+        parallel = self.parallel_config
+        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+
+        loader: Any = SimpleNamespace(load_weights=self._load)
+
+        def connect_nccl() -> NCCLWeightTransferEngine:
+            torch.accelerator.set_device_index(self.device.index or 0)  # of this thread
+            nccl = NCCLWeightTransferEngine(self.config, self.vllm_config, self.device, loader)
+            nccl.init_transfer_engine(
+                NCCLWeightTransferInitInfo(
+                    nccl_unique_id_b64=init_info.nccl_id,
+                    rank_offset=init_info.first_rank,
+                    world_size=init_info.world_size,
+                    packed=True,
+                )
             )
-        )
-        self._nccl = nccl
+            return nccl
+
+        self._membership = Membership(init_info, init_info.first_rank + worker, self._load, connect_nccl)
 
     def start_weight_update(self) -> None:
         """Prepare every layer for loading."""
@@ -118,14 +173,20 @@ class TransferEngine(WeightTransferEngine[GroupInit, Update]):  # type: ignore[m
     def receive_weights(self, update_info: Update) -> None:
         """Feed the tensors to the model's own loader, which shards, fuses and casts them."""
         if update_info.path:
-            self.model.load_weights(_tensors(update_info.path, self.device))
-        elif self._gloo is not None:
-            self.model.load_weights(self._gloo.tensors(update_info))
-        elif self._nccl is not None:
-            names, dtypes, shapes = update_info.names, update_info.dtype_names, update_info.shapes
-            self._nccl.receive_weights(NCCLWeightTransferUpdateInfo(names=names, dtype_names=dtypes, shapes=shapes))
+            self._load(_tensors(update_info.path, self.device))
+        elif self._membership is not None:
+            self._membership.receive(update_info)
         else:
             raise RuntimeError("a broadcast was announced to a worker that is in no broadcast group")
+
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load tensors with the names of the learner or of the model's files."""
+        self.model.load_weights(self._names.converted(tensors))
+
+    @functools.cached_property
+    def _names(self) -> FileNames:
+        model = Path(self.vllm_config.model_config.model)
+        return FileNames(model, file_shapes(model))
 
     def finish_weight_update(self) -> None:
         """Finish the layers that wait for tensors of other layers."""
@@ -135,10 +196,9 @@ class TransferEngine(WeightTransferEngine[GroupInit, Update]):  # type: ignore[m
 
     def shutdown(self) -> None:
         """Leave the broadcast group."""
-        self._gloo = None
-        nccl, self._nccl = self._nccl, None
-        if nccl is not None:
-            nccl.shutdown()
+        membership, self._membership = self._membership, None
+        if membership is not None:
+            membership.leave()
 
 
 def _repack_heads(model: torch.nn.Module) -> None:

@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors import torch as safetensors
 from torch import Tensor
 
-from pipelinerl_core.errors import EngineError, SwapError
+from pipelinerl_core.engine.vllm.names import FileNames, file_shapes
+from pipelinerl_core.errors import SwapError
 from pipelinerl_core.interfaces import WeightUpdate
 from pipelinerl_core.run.context import private_directory
 
@@ -34,8 +35,9 @@ class StagedWeights:
         system of the published files a hard link replaces a copy. None: a new directory in shared memory.
         """
         self._model = Path(model)
-        self._shapes = _shapes(self._model)
+        self._shapes = file_shapes(self._model)
         self._tied = _tied_names(self._model, self._shapes)
+        self._names = FileNames(self._model, self._shapes.keys() | self._tied.keys())
         if directory is None:
             memory = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
             directory = Path(tempfile.mkdtemp(prefix="pipelinerl-vllm-", dir=memory))
@@ -52,8 +54,10 @@ class StagedWeights:
     def check(self, tensors: Mapping[str, Tensor], *, is_partial: bool = False) -> None:
         """Raise SwapError unless `tensors` are all weights of this model, or some of them if is_partial.
 
-        For tied weights (an embedding that is also the head) one of the two names is enough.
+        For tied weights (an embedding that is also the head) one of the two names is enough. A weight may have the
+        name and shape of the learner instead of those in the files.
         """
+        tensors = dict(self._names.converted(tensors.items()))
         for name, tensor in tensors.items():
             if name not in self._shapes and name not in self._tied:
                 unknown = sorted(set(tensors) - set(self._shapes) - set(self._tied))
@@ -132,17 +136,6 @@ class StagedWeights:
         for path in self._made:
             with contextlib.suppress(OSError):  # not empty: another process uses the directory
                 path.rmdir()
-
-
-def _shapes(model: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every weight of a model directory, from the headers of its files."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(model.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    if not shapes:
-        raise EngineError(f"{model}: no weights in safetensors files")
-    return shapes
 
 
 def _tied_names(model: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:

@@ -64,6 +64,6 @@ class BroadcastSubscriber:
             group = await asyncio.to_thread(read_group, self._store, number)
             if self._name in group.first_ranks:
                 await self._receiver.join(group, group.first_ranks[self._name])
-                logger.info("joined broadcast group %d", number)
+                logger.info("joining broadcast group %d", number)
         except (EngineError, MissingObject) as error:
             logger.warning("broadcast group %d not joined: %s", number, error)

@@ -1,26 +1,48 @@
 """A receiver of broadcast weights over gloo, and the publisher of such weights."""
 
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 from torch import distributed as dist
 
-from pipelinerl_core.interfaces import BroadcastGroup, ObjectStore
+from pipelinerl_core.interfaces import GO, BroadcastGroup, ObjectStore, member_key
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.roles.trainer.broadcasting import BroadcastPublisher
-from pipelinerl_core.weights.broadcast import gloo_receiver_key
 from pipelinerl_core.weights.publish import WeightPublisher
 
+JOIN_POINTS = ("before", "here", "go")
 
-def connect(group: BroadcastGroup, rank: int) -> dist.ProcessGroupGloo:
-    """Join a group as its receiver `rank`."""
-    host, _, port = group.ticket.removeprefix("gloo:").rpartition(":")
+
+def connect(
+    group: BroadcastGroup, rank: int, at: Callable[[str], None] = lambda point: None
+) -> dist.ProcessGroupGloo:
+    """Join a group as its receiver `rank`, like a worker of vLLM; calls `at` with each of JOIN_POINTS."""
     deadline = timedelta(seconds=group.deadline_seconds)
-    store = dist.TCPStore(host, int(port), group.world_size, is_master=False, timeout=deadline)
-    store.set(gloo_receiver_key(rank), "")
-    return dist.ProcessGroupGloo(store, rank, group.world_size, deadline)
+    at("before")
+    store = dist.TCPStore(group.host, group.port, group.world_size, is_master=False, timeout=deadline)
+    store.set(member_key("here", rank), "")
+    at("here")
+    store.wait([GO], deadline)
+    at("go")
+    try:
+        return dist.ProcessGroupGloo(store, rank, group.world_size, deadline)
+    except RuntimeError:
+        store.set(member_key("failed", rank), "")
+        raise
+
+
+def join_until(group: BroadcastGroup, rank: int, point: str, how: str) -> None:
+    """In a process of its own: join, and send this process the signal `how` at one of JOIN_POINTS."""
+
+    def at(reached: str) -> None:
+        if reached == point:
+            os.kill(os.getpid(), signal.Signals[how])
+
+    connect(group, rank, at)
 
 
 def receive(collective: dist.ProcessGroupGloo, tensor: torch.Tensor) -> None:

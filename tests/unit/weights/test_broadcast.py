@@ -1,6 +1,7 @@
 """Weights from memory to memory: groups form, break and form again, over real gloo."""
 
 import contextlib
+import multiprocessing
 import threading
 import time
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from pipelinerl_core.weights.broadcast import (
 )
 from pipelinerl_core.weights.files import metas_of, snapshot_of
 from pipelinerl_core.weights.subscribe import WeightSubscriber
-from tests.unit.weights.gloo_case import broadcast_publisher, connect, receive
+from tests.unit.weights.gloo_case import JOIN_POINTS, broadcast_publisher, connect, join_until, receive
 from tests.waiting import wait_for
 
 WEIGHTS = {
@@ -164,6 +165,30 @@ def test_a_group_that_never_meets_gives_way_to_another(make, store):
     assert broadcaster.number > number
 
 
+@pytest.mark.parametrize("point", JOIN_POINTS)
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_the_actor_that_ends_or_stops_in_a_join_is_named(make, store, caplog, point, how):
+    broadcaster = make(deadline_seconds=3.0)
+    broadcaster.ensure_group({"a": 0, "b": 0, "c": 0}, WEIGHTS)
+    group = read_group(store, broadcaster.number)
+    lost = multiprocessing.get_context("spawn").Process(target=join_until, args=(group, 2, point, how), daemon=True)
+    lost.start()
+    try:
+        members = [Member(group, rank) for rank in (1, 3)]
+        wait_for(lambda: broadcaster.number == 0, "the end of the group")
+        for member in members:
+            member.join(30)
+        assert [member.received for member in members] == [[], []]
+    finally:
+        lost.kill()
+        lost.join(30)
+    (text,) = [record.getMessage() for record in caplog.records if "not connected" in record.getMessage()]
+    assert text.startswith(f"broadcast group {group.number} not connected: b: ")
+    joined = {"a": 0, "c": 0}  # the lease of `b` has expired
+    assert broadcaster.ensure_group(joined, WEIGHTS) is False
+    assert set(read_group(store, broadcaster.number).first_ranks) == {"a", "c"}
+
+
 def test_a_member_that_is_not_there_ends_the_broadcast_and_the_group(make, store):
     broadcaster = make()
     for member in formed(broadcaster, store, ["a", "b"], num_versions=0):  # they have joined and receive nothing
@@ -279,17 +304,17 @@ def test_a_group_that_never_met_does_not_end_the_next_group(make, store, monkeyp
     class Alone:
         """No receiver joins; `connect` fails once the test allows it."""
 
-        ticket = "gloo:127.0.0.1:1"
+        port = 1
 
         def __init__(self, *arguments):
             self.may_fail = threading.Event()
+            meetings.append(self)
 
-        def connect(self, is_closed):
+        def wait(self, is_closed):
             assert self.may_fail.wait(60)
             raise BroadcastError("its members did not come")
 
-        def close(self):
-            pass
+    meetings = []
 
     class Slow(WeightBroadcaster):
         """The thread that connects stops after it has read the current group."""
@@ -303,16 +328,16 @@ def test_a_group_that_never_met_does_not_end_the_next_group(make, store, monkeyp
                 assert Slow.may_go_on.wait(60)
             return value
 
-    monkeypatch.setattr("pipelinerl_core.weights.broadcast.GlooSender", Alone)
+    monkeypatch.setattr("pipelinerl_core.weights.broadcast.Meeting", Alone)
     monkeypatch.setattr("pipelinerl_core.weights.broadcast._THREAD_END_SECONDS", 0.0)
     broadcaster = make()
     broadcaster.__class__ = Slow
     broadcaster.ensure_group({"a": 0}, WEIGHTS)
-    first, (thread,) = broadcaster._sender, broadcaster._threads
+    first, (thread,) = meetings[0], broadcaster._threads
     first.may_fail.set()
     wait_for(lambda: Slow.has_looked.is_set() or not thread.is_alive(), "the end of the first rendezvous")
     broadcaster.ensure_group({"a": 0, "b": 0}, WEIGHTS)
-    second, number = broadcaster._sender, broadcaster.number
+    second, number = meetings[1], broadcaster.number
     Slow.may_go_on.set()
     thread.join(60)
     assert broadcaster.number == number != 0

@@ -216,7 +216,7 @@ class LonelyCore(Core):
 
 def group(number):
     return BroadcastGroup(
-        number=number, ticket="", world_size=2, first_ranks={"a": 1}, deadline_seconds=1.0,
+        number=number, host="", port=0, nccl_id="", world_size=2, first_ranks={"a": 1}, deadline_seconds=1.0,
         layout=(TensorMeta("w", "float32", (3,)),),
     )  # fmt: skip
 

@@ -8,9 +8,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from pipelinerl_core.engine.vllm.names import FileNames
 from pipelinerl_core.engine.vllm.weights import StagedWeights
 from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import WeightUpdate
+from pipelinerl_core.training.tiny_model import random_model
 from pipelinerl_core.weights import staging
 from pipelinerl_core.weights.publish import WeightPublisher
 from pipelinerl_core.weights.subscribe import WeightSubscriber
@@ -183,3 +185,28 @@ def test_a_linked_file_is_not_written_again_before_the_next_one_is_loaded(store,
     for version in range(7, 12):
         publish(publisher, version, weights(version), durable=False)
     torch.testing.assert_close(load_file(path), weights(5), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "gpt_neox"])
+def test_weights_with_the_names_of_the_learner_are_those_of_the_files(tmp_path, family):
+    """Experts in one tensor, and renamed heads."""
+    entries = {
+        "model_type": family, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "pad_token_id": 2,
+    }  # fmt: skip
+    model = random_model(entries)
+    model.save_pretrained(tmp_path / "model")
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    assert tensors.keys() != saved.keys()
+    staged = StagedWeights(str(tmp_path / "model"), tmp_path / "staged")
+    staged.check(tensors)
+    path = staged.stage(update(tensors))
+    converted = dict(FileNames(tmp_path / "model", saved.keys()).converted(load_file(path).items()))
+    torch.testing.assert_close(converted, saved, rtol=0, atol=0)
+    name = next(name for name in tensors if name not in saved)
+    with pytest.raises(SwapError, match="the update is torch"):
+        staged.check(tensors | {name: tensors[name][..., :-1]})
+    with pytest.raises(SwapError, match="the update lacks"):
+        staged.check({other: tensor for other, tensor in tensors.items() if other != name})
