@@ -167,8 +167,14 @@ class Run:
         return f"{self.url.removeprefix('file://')}/report.html"
 
     def status(self) -> dict[str, Any]:
-        """State, step, newest figures and actors, as `pipelinerl status --json` prints them."""
-        return run_status(self._store)
+        """State, step, newest figures and actors, as `pipelinerl status --json` prints them.
+
+        The state is `starting` until the processes of a run of `start` answer.
+        """
+        status = run_status(self._store)
+        if status["state"] == "stopped" and not status["step"] and self._process and self._process.is_running:
+            status["state"] = "starting"
+        return status
 
     def report(self) -> dict[str, Any]:
         """report.json. Raises MissingObject before the report was written for the first time."""

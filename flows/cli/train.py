@@ -64,7 +64,7 @@ def train(
 
         if "=" in source:
             source, changes = "", (source, *changes)
-        source, changes = start_from(parent, source, changes, root)
+        source, changes = start_from(parent, source, changes, root, say)
     elif not source:
         raise ConfigError("train: name a preset or a TOML file, or a run with --from")
     job = new_job(source, changes, root)

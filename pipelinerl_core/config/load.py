@@ -280,7 +280,11 @@ def _hint(unknown: str, values: dict[str, Any]) -> str:
         near = difflib.get_close_matches(name, [key.partition(".")[2] for key in known_keys(section)], n=1)
         nearest = f"{section}.{near[0]}" if near else None
     elif nearest is None:
-        nearest = next(iter(difflib.get_close_matches(unknown, [*RunConfig.model_fields, *known_keys()], n=1)), None)
+        same = [key for key in known_keys() if key.rpartition(".")[2] == unknown]
+        if len(same) > 1:
+            return f"{unknown}: no such key; did you mean {_one_of(same)}? `pipelinerl config --keys` lists all"
+        close = difflib.get_close_matches(unknown, [*RunConfig.model_fields, *known_keys()], n=1)
+        nearest = next(iter([*same, *close]), None)
     if nearest is None:
         return f"{unknown}: no such key. `pipelinerl config --keys` lists all"
     needs = f" {nearest} {needs}." if (needs := _needs(nearest, values)) else ""

@@ -67,6 +67,20 @@ def resolve_model_path(path: str) -> Path | None:
     return directory if directory.is_dir() else None
 
 
+def lacks_chat_template(path: str) -> bool:
+    """Whether the model is known to have no chat template; False for a model that is not on this host."""
+    if isinstance(builtin_recipe(path), SumsModel):
+        return True
+    directory = resolve_model_path(path)
+    if directory is None or (directory / "chat_template.jinja").is_file():
+        return False
+    try:
+        settings = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return not settings.get("chat_template")
+
+
 def require_model(path: str) -> Path:
     """The directory of the model and its tokenizer; a model of the hub that this host lacks is downloaded.
 

@@ -109,7 +109,7 @@ def _summary(report: Mapping[str, Any]) -> str:
     if report["reward_first"] is not None:
         text += f": training reward {report['reward_first']:.2f} &rarr; {report['reward_last']:.2f}"
     if report["eval_first"] is not None:
-        text += f", {held_out_name(report)} {_share(report['eval_first'])} &rarr; {_share(report['eval_last'])}"
+        text += f", {held_out_name(report)} {report['eval_first']:.3f} &rarr; {report['eval_last']:.3f}"
     return text + "."
 
 
@@ -135,7 +135,11 @@ def _tiles(facts: RunFacts, report: Mapping[str, Any]) -> str:
     reward_steps = "step" if window == 1 else f"{window} steps"
     samples_text = f"{report['samples']:,} rollouts, {_number(report['rollouts_per_second'], '{:,.1f}')} per second"
     tiles = [
-        ("Held-out accuracy", _change(report["eval_first"], report["eval_last"], _share), _interval_note(report)),
+        (
+            held_out_name(report).capitalize(),
+            _change(report["eval_first"], report["eval_last"], "{:.3f}".format),
+            _interval_note(report),
+        ),
         (
             "Training reward",
             _change(report["reward_first"], report["reward_last"], "{:.2f}".format),
@@ -192,7 +196,7 @@ def _tiles(facts: RunFacts, report: Mapping[str, Any]) -> str:
 
 def _interval_note(report: Mapping[str, Any]) -> str:
     low, high = report["eval_last_low"], report["eval_last_high"]
-    interval = "" if low is None or high is None else f"; 95 % interval at the end {_share(low)} to {_share(high)}"
+    interval = "" if low is None or high is None else f"; 95 % interval at the end {low:.3f} to {high:.3f}"
     return f"first and last version{interval}"
 
 

@@ -189,7 +189,7 @@ def _parts(follower: RunFollower, metrics: Mapping[str, float]) -> dict[str, dic
 
 
 def part_line(name: str, part: Mapping[str, Any]) -> str:
-    """Example: math 50 %: reward 0.41, held-out 40.0%, groups 120 trained, 3 filtered, 1 failed."""
+    """Example: math 50 %: reward 0.41, held-out 0.400, groups 120 trained, 3 filtered, 1 failed."""
     groups = ", ".join(
         f"{num:,.0f} {fate}"
         for fate in FATES
@@ -197,7 +197,7 @@ def part_line(name: str, part: Mapping[str, Any]) -> str:
     )
     fields = [
         None if part["reward"] is None else f"reward {part['reward']:.3f}",
-        None if part["eval_last"] is None else f"held-out {part['eval_last']:.1%}",
+        None if part["eval_last"] is None else f"held-out {part['eval_last']:.3f}",
         f"groups {groups}" if groups else None,
     ]
     return f"{name} {part['weight']:.0%}: {', '.join(filter(None, fields)) or 'no step yet'}"
@@ -209,7 +209,7 @@ def status_line(status: Mapping[str, Any]) -> str:
         ("{};", status["warning"]),
         ("step {}/{}", status["step"], status["steps"]),
         ("reward {:.3f}", status["reward_mean"]),
-        ("held-out {:.1%} of {:,} (version {})", *(status[f"eval_{key}"] for key in ("last", "prompts", "version"))),
+        ("held-out {:.3f} of {:,} (version {})", *(status[f"eval_{key}"] for key in ("last", "prompts", "version"))),
         ("lag {:.1f}", status["lag_mean"]),
         ("versions {:.0f}", status["max_versions"]),
         ("{:,.0f} tokens/s", status["tokens_per_second"]),
@@ -244,9 +244,9 @@ def _panel(status: Mapping[str, Any], reward_history: str, eval_history: str) ->
     if status["eval_last"] is None:
         body.add_row("held-out", "-", status["progress"])
     else:
-        first = "" if status["eval_first"] is None else f"; before training {status['eval_first']:.1%}"
+        first = "" if status["eval_first"] is None else f"; before training {status['eval_first']:.3f}"
         origin = f"  version {status['eval_version']}, {status['eval_prompts']:,} prompts{first}"
-        body.add_row("held-out", f"{status['eval_last']:.1%}", Text(eval_history, style="cyan") + Text(origin))
+        body.add_row("held-out", f"{status['eval_last']:.3f}", Text(eval_history, style="cyan") + Text(origin))
     elsewhere = dict.fromkeys(("warning", "reward_mean", "eval_last", "eta_seconds"))
     facts = status_line({**status, **elsewhere}).partition("  ")[2]
     warning = [Text(status["warning"], style="bold red")] if status["warning"] else []

@@ -34,9 +34,9 @@ def report_markdown(report: Mapping[str, Any], evals: Sequence[EvalRecord] = ())
 def _outcome(report: Mapping[str, Any]) -> str:
     """Accuracy, reward, duration, speed and lag as a table of two columns; figures that are None are left out."""
     low, high = report.get("eval_last_low"), report.get("eval_last_high")
-    interval = f" (95 % interval {low:.1%} to {high:.1%})" if low is not None and high is not None else ""
+    interval = f" (95 % interval {low:.3f} to {high:.3f})" if low is not None and high is not None else ""
     lines = {
-        held_out_name(report): _change(report, "eval", "{:.1%}", interval),
+        held_out_name(report): _change(report, "eval", "{:.3f}", interval),
         "training reward": _change(report, "reward", "{:.3f}"),
         "steps": f"{report['steps']:,} in {report['wall_seconds']:,.0f} s" if report.get("wall_seconds") else "",
         "generation": f"{report['tokens_per_second']:,.0f} tokens/s" if report.get("tokens_per_second") else "",

@@ -31,6 +31,8 @@ class ListedRun:
     steps: int = 0
     model: str = ""
     """model.path of the configuration."""
+    parent: str = ""
+    """The version that the run started from, <run>@<step>; empty: the model itself."""
     reward: float | None = None
     """Mean reward of the newest step."""
     held_out_first: float | None = None
@@ -98,6 +100,7 @@ def _read(store: ObjectStore, record: RunRecord) -> ListedRun:
         step=step,
         steps=steps,
         model=str(record.config.get("model", {}).get("path", "")),
+        parent=record.parent,
         reward=last.metrics.get("reward/mean") if last else None,
         held_out_first=first,
         held_out_last=newest,
@@ -124,7 +127,9 @@ def run_table(runs: Sequence[ListedRun], now: float | None = None) -> list[str]:
         )
         reward = "" if run.reward is None else f"{run.reward:.3f}"
         step = f"{run.step}/{run.steps}" if run.steps else ""
-        rows.append((run.run_id, _age(run.created_at, now), run.state, step, reward, held_out, run.model))
+        rows.append(
+            (run.run_id, _age(run.created_at, now), run.state, step, reward, held_out, run.parent or run.model)
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 

@@ -104,10 +104,10 @@ def evaluation_table(facts: RunFacts) -> str:
         "version": lambda record: (
             f"{record.version}" + (f" to {record.last_version}" if record.last_version > record.version else "")
         ),
-        "accuracy": lambda record: _percent(record.known_accuracy),
-        "95 % interval": lambda record: " to ".join(filter(None, (_percent(record.low), _percent(record.high)))),
-        "best": lambda record: _percent(record.best),
-        "greedy": lambda record: _percent(record.greedy),
+        "accuracy": lambda record: _score(record.known_accuracy),
+        "95 % interval": lambda record: " to ".join(filter(None, (_score(record.low), _score(record.high)))),
+        "best": lambda record: _score(record.best),
+        "greedy": lambda record: _score(record.greedy),
         **{name: partial(_component, name) for name in names},
         "tokens": lambda record: f"{record.mean_tokens:,.1f}",
         "seconds": lambda record: f"{record.seconds:,.1f}",
@@ -126,8 +126,8 @@ def _component(name: str, record: EvalRecord) -> str:
     return f"{record.components[name]:.3f}" if name in record.components else ""
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
+def _score(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
 
 
 def held_out_section(facts: RunFacts) -> str:
@@ -138,7 +138,7 @@ def held_out_section(facts: RunFacts) -> str:
     columns = [records[0], records[-1]] if len(records) > 1 else records
     shown = _telling(*(record.samples for record in columns))
     cells = "".join(
-        f"<div><h4>Version {record.version}: {record.accuracy:.1%} of {record.num_prompts:,} held-out prompts</h4>"
+        f"<div><h4>Version {record.version}: {record.accuracy:.3f} of {record.num_prompts:,} held-out prompts</h4>"
         + "".join(
             _answer(record.samples[index], note) for index, note in shown.items() if index < len(record.samples)
         )

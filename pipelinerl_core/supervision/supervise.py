@@ -123,7 +123,7 @@ def supervise_role(
             lines = log.last_lines(1)
             logger.error("%s: ended for good: %s", name, lines[-1] if lines else f"see {log.path}")
             break
-        reason = failure or describe_exit(process.exit_code)
+        reason = failure or describe_exit(process.exit_code, memory_kills=memory_kills() - process.memory_kills)
         if is_replaced is not None and process.exit_code == EXIT_FENCED:
             logger.warning("%s: another process has replaced this role", name)
             if is_replaced():
@@ -178,8 +178,13 @@ def repeatable_exception(lines: Sequence[str]) -> str:
     return f"{lines[places[-1]].strip()}\n{lines[-1]}"
 
 
-def describe_exit(exit_code: int) -> str:
-    """Text for an exit code."""
+def describe_exit(exit_code: int, *, memory_kills: int = 0) -> str:
+    """Text for an exit code. memory_kills: processes that the kernel has killed for lack of memory meanwhile."""
+    if exit_code == -signal.SIGKILL and memory_kills:
+        return (
+            "killed by SIGKILL, as the kernel does to a process when memory is full, and has done since the start of "
+            "this role (`pipelinerl doctor` shows what the run needs)"
+        )
     if exit_code < 0:
         return f"killed by {signal.Signals(-exit_code).name}"
     if exit_code == 0:
@@ -187,6 +192,15 @@ def describe_exit(exit_code: int) -> str:
     if exit_code == EXIT_STORE:
         return "ended because the store did not answer"
     return f"exited with code {exit_code}"
+
+
+def memory_kills(counters: Path = Path("/proc/vmstat")) -> int:
+    """Processes that the kernel has killed for lack of memory since the boot; 0 where the kernel does not say."""
+    try:
+        lines = counters.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 class _RoleProcess:
@@ -205,6 +219,7 @@ class _RoleProcess:
                 process_group=0,
             )
         self.exit_code = 0
+        self.memory_kills = memory_kills()
         logger.info("%s: started, pid %d, log %s", name, self.process.pid, log.path)
 
     def watch(self, stop: Event, ready_check: Callable[[], bool] | None, ready_seconds: float) -> str | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.paths import lacks_chat_template
 from pipelinerl_core.prompts.records import Records, read_file
 
 PRESET = "smollm2"
@@ -34,6 +35,7 @@ def guess(path: str, reward: str = "", overrides: Sequence[str] = ()) -> tuple[s
     rows = read_file(Path(path), f"prompts.path={path}")
     columns = rows.columns()
     given = {key.strip(): value for key, _, value in (override.partition("=") for override in overrides)}
+    model = given.get("model.path")
     known = (name for name in _PROMPTS if name in columns)
     prompt = given.get("prompts.prompt_column") or next(known, "")
     answer = given.get("prompts.answer_column") or next((name for name in _ANSWERS if name in columns), "")
@@ -50,7 +52,8 @@ def guess(path: str, reward: str = "", overrides: Sequence[str] = ()) -> tuple[s
         **({"prompts.prompt_column": prompt} if prompt else {}),
         **({"prompts.answer_column": answer} if answer else {}),
         **({"reward.function": reward} if reward else {}),
-        **({"learner.lr": "auto"} if "model.path" in given else {}),  # the rate of the preset is for its model
+        **({"model.chat_template": "false"} if model and lacks_chat_template(model) else {}),
+        **({"learner.lr": "auto"} if model else {}),  # the rate of the preset is for its model
         "rollouts.max_prompt_tokens": min(_MAX_PROMPT_TOKENS, _TEMPLATE_TOKENS + _tokens(longest)),
         "rollouts.max_tokens": min(_MAX_TOKENS, completion),
         "trainer.steps": 20,

@@ -3,7 +3,7 @@
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from pipelinerl_core.config import as_toml
@@ -17,11 +17,14 @@ from pipelinerl_core.tools.export import export
 _PARENT = re.compile(r"(.+?)(?:@(first|last|\d+))?", re.DOTALL)
 
 
-def start_from(parent: str, source: str, overrides: Sequence[str], root: str) -> tuple[str, tuple[str, ...]]:
+def start_from(
+    parent: str, source: str, overrides: Sequence[str], root: str, say: Callable[[str], None]
+) -> tuple[str, tuple[str, ...]]:
     """The preset or TOML file, and the overrides, of a run that starts from a version of another run.
 
     parent: RUN or RUN@VERSION, as `export` takes them. source: a preset or TOML file; empty: the configuration of the
-    other run. The weights are exported to the cache once. Raises ConfigError as `export`.
+    other run. say: shows a line, because this can take long. The weights are exported to the cache once. Raises
+    ConfigError as `export`.
     """
     matched = _PARENT.fullmatch(parent)
     if matched is None:
@@ -32,6 +35,7 @@ def start_from(parent: str, source: str, overrides: Sequence[str], root: str) ->
     step = find_commit(run, version or "last", may_replay=True).step
     directory = cache_directory() / "branches" / f"{run.run_id}-{step}"
     if not (directory / "model").exists():
+        say(f"{run.run_id}: the weights of version {step} are read, or computed again if they are not stored")
         partial = directory / f"partial-{os.getpid()}"
         try:
             export(url, partial, str(step))

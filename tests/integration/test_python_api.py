@@ -63,18 +63,21 @@ def test_the_notebook_trains_reads_and_exports_a_run(shown):
 def test_another_run_starts_from_the_weights_and_the_configuration(shown, monkeypatch, tmp_path):
     run = shown[0]["run"]
     monkeypatch.setattr("pipelinerl_core.tools.start_from.cache_directory", lambda: tmp_path)
-    source, overrides = start_from(f"{run.url}@12", "", ["learner.lr=1e-6"], "")
+    said: list[str] = []
+    source, overrides = start_from(f"{run.url}@12", "", ["learner.lr=1e-6"], "", said.append)
     config = load_config(source, overrides)
     assert config.model.path == str(tmp_path / "branches" / f"{run.id}-12" / "model")
     assert config.learner.lr == 1e-6
     assert config.trainer == run.config.trainer
     assert parent_of(config) == f"{run.id}@12"
     assert parent_of(run.config) == ""
+    assert len(said) == 1
     before = (Path(config.model.path) / "model.safetensors").stat().st_mtime_ns
-    assert start_from(run.url, "quickstart", [], "") == ("quickstart", (f"model.path={config.model.path}",))
+    again = start_from(run.url, "quickstart", [], "", said.append)
+    assert again == ("quickstart", (f"model.path={config.model.path}",))
     assert (Path(config.model.path) / "model.safetensors").stat().st_mtime_ns == before
     with pytest.raises(ConfigError, match="--version 13: no such step"):
-        start_from(f"{run.url}@13", "", [], "")
+        start_from(f"{run.url}@13", "", [], "", said.append)
 
 
 def test_a_step_that_was_not_stored_is_exported_with_the_weights_of_the_run(shown, tmp_path):

@@ -149,6 +149,8 @@ def test_rows_of_a_file_keep_columns_and_template_of_rows_of_the_hub():
 @pytest.mark.parametrize(
     ("override", "says"),
     [
+        ("steps=3", "steps: no such key; did you mean trainer.steps?"),
+        ("kind=x", "did you mean engine.kind, environment.kind,"),
         ("trainer.step=3", "did you mean trainer.steps?"),
         ("engin.concurrency=3", "no such key; did you mean engine?"),
         ("trainer.steps=abc", "trainer.steps='abc'"),

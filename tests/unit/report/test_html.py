@@ -184,8 +184,8 @@ def test_the_ledger_says_how_long_the_completions_of_each_class_were(page):
 def test_before_and_after_are_both_shown(page):
     assert "Before: the first groups of step 1<" in page
     assert "After: the first groups of step 30<" in page
-    assert "Version 0: 12.0%" in page
-    assert "Version 30: 87.0%" in page
+    assert "Version 0: 0.120" in page
+    assert "Version 30: 0.870" in page
 
 
 def test_improved_prompts_are_shown_first_with_at_least_one_other_and_the_page_counts_both(store):
@@ -322,8 +322,8 @@ def test_evaluations_are_a_table_and_a_curve_with_intervals(store):
     write_report(store)
     page = store.get(REPORT_HTML_KEY).decode()
     rows = [re.sub(r"<[^>]+>", "|", row) for row in page.split("<tr>")]
-    assert any(row.startswith("|held-out: 50||1||2||50.0%||40.0% to 60.0%||0.750||4.0||1.0||2|") for row in rows)
-    assert any(row.startswith("|hard: 50||0.6, top_p 0.9||2 to 3||10.0%||||||4.0||1.0||0|") for row in rows)
+    assert any(row.startswith("|held-out: 50||1||2||0.500||0.400 to 0.600||0.750||4.0||1.0||2|") for row in rows)
+    assert any(row.startswith("|hard: 50||0.6, top_p 0.9||2 to 3||0.100||||||4.0||1.0||0|") for row in rows)
     assert "&lt;right&gt;" in page
     assert 'aria-label="Accuracy by version"' in page
     assert "best" not in re.search(r"<th>prompts</th>.*?</tr>", page).group(0), "no evaluation has this figure"

@@ -102,7 +102,7 @@ def test_a_complete_run_is_finished_and_its_status_reads_well(store):
     assert run_status(store)["state"] == "finished"
     text = format_status(store)
     assert text.startswith("synthetic: finished, step 4/4  reward ")
-    assert "held-out 87.0% of " in text
+    assert "held-out 0.870 of " in text
     assert "tokens: generated " in text
     assert "lengths: mean length of " in text
     assert "; bias 1.00" in text
@@ -148,7 +148,7 @@ def test_on_a_terminal_the_view_draws_progress_actors_and_history(follower):
     text = out.getvalue()
     assert "step 3/10" in text
     assert "12/16 slots" in text
-    assert "12.0%" in text
+    assert "0.120" in text
 
 
 def test_the_view_writes_to_stderr_only(follower, capsys):

@@ -419,7 +419,7 @@ def test_the_report_as_markdown_begins_with_the_outcome_and_text_of_a_model_stay
         for version in (0, 9)
     ]  # fmt: skip
     text = report_markdown({**report, "eval_last_high": 0.6, "advice": "Add an actor."}, evals)
-    assert "| held-out accuracy | 25.0% \u2192 **50.0%** (95 % interval 40.0% to 60.0%) |" in text
+    assert "| held-out accuracy | 0.250 \u2192 **0.500** (95 % interval 0.400 to 0.600) |" in text
     assert "> Add an actor." in text
     assert "Reward 0, then 1:\n\n````text\n1+1=```\n# [x]" in text
 

@@ -14,7 +14,7 @@ from pipelinerl_core.errors import ConfigError, Fenced, StoreUnavailable, Traini
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.supervision import process_groups, run_roles, supervise
 from pipelinerl_core.supervision.role_commands import role_command, role_environment
-from pipelinerl_core.supervision.supervise import RoleFailed, RoleReport, describe_exit, supervise_role
+from pipelinerl_core.supervision.supervise import RoleFailed, RoleReport, describe_exit, memory_kills, supervise_role
 from tests.processes import is_running
 from tests.waiting import wait_for
 
@@ -288,6 +288,14 @@ def test_a_trainer_that_diverged_is_not_restarted(tmp_path):
 def test_exit_codes_in_words():
     assert describe_exit(1) == "exited with code 1"
     assert describe_exit(-9) == "killed by SIGKILL"
+    assert "when memory is full, and has done" in describe_exit(-9, memory_kills=1)
+    assert describe_exit(-15, memory_kills=1) == "killed by SIGTERM"
+
+
+def test_kills_for_lack_of_memory_are_those_that_the_kernel_counts(tmp_path):
+    (tmp_path / "vmstat").write_text("pgfault 12\noom_kill 3\nunevictable_pgs_culled 0\n")
+    assert memory_kills(tmp_path / "vmstat") == 3
+    assert memory_kills(tmp_path / "none") == 0
 
 
 def test_every_child_waits_passively_and_has_its_thread_limits():

@@ -41,6 +41,18 @@ def test_the_rate_of_the_preset_is_for_its_own_model():
     assert not [setting for setting in guess(rows) if setting.startswith("learner.lr")]
 
 
+def test_a_model_without_a_chat_template_gets_the_plain_prompt(tmp_path):
+    rows = str(rows_file(ROWS))
+    assert "model.chat_template=false" not in guess(rows, "", ["model.path=org/name"])
+    assert "model.chat_template=false" in guess(rows, "", ["model.path=builtin:sums"])
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "tokenizer_config.json").write_text("{}")
+    assert "model.chat_template=false" in guess(rows, "", [f"model.path={plain}"])
+    (plain / "chat_template.jinja").write_text("{{ messages }}")
+    assert "model.chat_template=false" not in guess(rows, "", [f"model.path={plain}"])
+
+
 def test_a_prompt_column_of_another_name_must_be_named():
     rows = [{"riddle": "2+2", "answer": "4"}] * 9
     with pytest.raises(ConfigError, match=r"its columns are riddle, answer\. Add prompts\.prompt_column=COLUMN"):
