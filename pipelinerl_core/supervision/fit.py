@@ -25,6 +25,8 @@ _TOLERANCE = 1.1
 """An estimate that exceeds the memory by less is a warning: activations are known to about a tenth."""
 _HEAD_LOGITS = 1 << 22
 """Logits of one chunk (algo/logprobs.py), of which three float32 copies exist at once."""
+_BROADCAST_BYTES = 2.0 * _GIB
+"""Two buffers of vLLM's packed broadcast, on rank 0 and in every worker, beside the engine's share of the memory."""
 _STAGED_MODELS = 2
 _ENGINE_SHARED_BYTES = 2.0 * _GIB
 """Shared memory of vLLM's workers and NCCL."""
@@ -200,7 +202,12 @@ def _trainer(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit
         role="trainer",
         count=ranks,
         gpus=gpus,
-        gpu=(*state, Part(name="activations", num_bytes=activations), Part(name="CUDA", num_bytes=_OVERHEAD_BYTES)),
+        gpu=(
+            *state,
+            Part(name="activations", num_bytes=activations),
+            Part(name="CUDA", num_bytes=_OVERHEAD_BYTES),
+            Part(name="broadcast", num_bytes=_broadcast_bytes(config)),
+        ),
         limit_bytes=limit if gpus else 0.0,
         host_bytes=snapshots + on_host * ranks + on_cpu + 2 * _GIB * ranks,
         shared_bytes=shared_bytes(config, version) if config.weights.uses_shared_memory else _ENGINE_SHARED_BYTES,
@@ -287,7 +294,8 @@ def _actor(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit:
     weights = width * shape.num_parameters
     longest = config.rollouts.max_prompt_tokens + config.longest_completion
     sequence = shape.cache_bytes * width / 2 * longest / min(shards, shape.groups)
-    limit = _share(config) * card_bytes if gpus else 0.0
+    share = min(_share(config) * card_bytes, max(0.0, card_bytes - _broadcast_bytes(config)))
+    limit = share if gpus else 0.0
     parts = [
         Part(name="weights", num_bytes=weights / shards),
         Part(name="one sequence", num_bytes=sequence),
@@ -311,6 +319,10 @@ def _actor(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit:
         shared_bytes=staged + _ENGINE_SHARED_BYTES,
         note=note,
     )
+
+
+def _broadcast_bytes(config: RunConfig) -> float:
+    return _BROADCAST_BYTES if config.weights.is_broadcast else 0.0
 
 
 def _share(config: RunConfig) -> float:

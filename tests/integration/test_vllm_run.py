@@ -13,6 +13,7 @@ import pytest
 
 from pipelinerl_core.run.history import counted_commit_keys, read_commit
 from pipelinerl_core.storage.object_store import open_store
+from tests.families import entries_of
 from tests.integration.pipeline import ROOT, assert_closes, committed_steps, trained_groups
 from tests.waiting import wait_for
 
@@ -163,3 +164,32 @@ def test_engine_cores_that_are_killed_cost_no_group_and_raise_no_alarm_of_rescor
     assert sum(comparison.tokens for comparison in rescored) > 32
     assert not any(comparison.alarm for comparison in rescored)
     assert max(comparison.mismatch for comparison in rescored if comparison.mismatch is not None) < 1e-4
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("family", "transport"), [("qwen3_moe", "shm"), ("qwen3_moe", "nccl"), ("mixtral", "shm")])
+def test_experts_are_swapped_resumed_and_replayed(tmp_path, family, transport):
+    """The learner has the experts of a layer in one tensor, vLLM's files one expert in each."""
+    model = tmp_path / family
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(entries_of(family)))
+    settings = ["--tiny", f"model.path={model}", f"weights.transport={transport}", "eval.num_prompts=0",
+                "trainer.groups_per_step=4", "engine.concurrency=16", "trainer.rescore_share=0.5",
+                "weights.durable_every=2"]  # fmt: skip
+    report = finished(train(tmp_path, *settings, "trainer.steps=6"), tmp_path)
+    assert report["num_swaps"] >= 1
+    run = next(tmp_path.glob("quickstart-*"))
+    arguments = [sys.executable, "-m", "pipelinerl.flows.cli"]
+    for verb in (["resume", str(run), "trainer.steps=10"], ["audit", str(run)], ["replay", str(run)]):
+        ended = subprocess.run(
+            [*arguments, *verb], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+        )
+        assert ended.returncode == 0, ended.stderr[-3000:]
+    store = open_store(str(run))
+    commits = [read_commit(store, key) for key in counted_commit_keys(store).values()]
+    assert max(commit.step for commit in commits) == 10
+    rescored = [comparison for commit in commits for comparison in commit.rescored.values()]
+    mismatches = [comparison.mismatch for comparison in rescored if comparison.mismatch is not None]
+    assert mismatches  # of tokens that a later version than 0 has sampled, too
+    assert max(mismatches) < 1e-4
+    wait_for(lambda: not left_over(), "the end of vLLM", seconds=120)

@@ -187,6 +187,17 @@ def test_the_presets_fit_the_cards_that_they_name(preset, card):
     assert all(role.limit_bytes for role in fit_of(chosen).roles)
 
 
+def test_the_buffers_of_a_broadcast_are_beside_the_share_of_the_engine():
+    def limit_and_need(transport, share):
+        settings = f"weights.transport={transport}", f"engine.memory_share={share}", "engine.kind=vllm"
+        trainer, actor = fit_of(config(SEVEN, "placement.gpu=80", *settings)).roles
+        return actor.limit_bytes, trainer.gpu_bytes
+
+    assert limit_and_need("nccl", 0.9)[0] == limit_and_need("shm", 0.9)[0] == 0.9 * 80e9
+    assert limit_and_need("nccl", 1.0)[0] == 80e9 - 2 * 2**30
+    assert limit_and_need("nccl", 0.9)[1] - limit_and_need("shm", 0.9)[1] == 2 * 2**30
+
+
 def test_the_fit_is_text_and_a_document():
     fit = fit_of(config(SEVEN, "placement.gpu=H100"))
     first, trainer, _, actor, *_ = fit.lines()
