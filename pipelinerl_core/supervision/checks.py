@@ -105,6 +105,8 @@ def check_all(config: RunConfig, root: str, *, run: RunContext | None = None) ->
     else:
         check_local_files(run)
     is_model_there = resolve_model_path(config.model.path) is not None
+    if not is_model_there and not is_hub_model(config.model.path) and builtin_recipe(config.model.path) is None:
+        raise _no_directory(config.model.path)
     fits = check_fit(config)
     facts = check_prompts(config)
     warnings = [*empty_slots(config), *check_reward(config, run)]
@@ -139,16 +141,20 @@ def check_model(config: RunConfig) -> None:
     path = config.model.path
     directory = obtain(path)
     if directory is None:
-        raise ConfigError(
-            f"model.path={path}: no such directory. Set the directory or the hub name (org/name) of a Hugging Face "
-            "model, or builtin:sums"
-        )
+        raise _no_directory(path)
     if not (directory / "config.json").is_file():
         raise ConfigError(
             f"model.path={path}: has no config.json. Set a Hugging Face model directory, or builtin:sums"
         )
     check_context(config, directory)
     check_references(config)
+
+
+def _no_directory(path: str) -> ConfigError:
+    return ConfigError(
+        f"model.path={path}: no such directory. Set the directory or the hub name (org/name) of a Hugging Face "
+        "model, or builtin:sums"
+    )
 
 
 def obtain(path: str) -> Path | None:
