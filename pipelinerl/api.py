@@ -210,15 +210,13 @@ class Run:
         """
         import pyarrow as pa
 
-        from pipelinerl_core.data.schema import BATCH_SCHEMA, conform
+        from pipelinerl_core.data.schema import BATCH_SCHEMA
+        from pipelinerl_core.data.trained import TrainedRows
 
         commits = read_commits(self._store)
-        wanted = _steps(steps, commits)
-        tables = []
-        for name in (entry.name for step in wanted for entry in commits[step].batches):
-            with pa.ipc.open_file(pa.BufferReader(self._store.get(name))) as reader:
-                tables += [conform(reader.get_batch(at), BATCH_SCHEMA) for at in range(reader.num_record_batches)]
-        table = pa.Table.from_batches(tables, BATCH_SCHEMA)
+        trained = TrainedRows(self._store)
+        batches = [batch for step in _steps(steps, commits) for batch in trained.batches(commits[step])]
+        table = pa.Table.from_batches(batches, BATCH_SCHEMA)
         return self._with_text(table) if text else table
 
     def evaluations(self) -> list[dict[str, Any]]:

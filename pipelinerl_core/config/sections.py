@@ -239,6 +239,10 @@ class StoreConfig(Section):
     """Seconds between two writes of the log of unfinished groups: the work that a crash of an actor can lose; 0: 1 s
     on a local disk, 5 s on object storage."""
 
+    keep_rows: int = Field(0, ge=0)
+    """Steps, newest first, whose rollouts stay in the store; 0: all. Older rows are removed, at least those before
+    the oldest checkpoint: then their steps can neither be replayed nor checked by the audit. Set for long runs."""
+
     def log_seconds(self, url: str) -> float:
         """Seconds between two writes of the log of open groups in the store at a URL; 0: no log."""
         if not self.partial_log:

@@ -1,14 +1,15 @@
 """Compaction of rollouts: the rows that a run sampled, in Parquet objects of many steps (docs/storage.md).
 
 compacted/rollouts/<first>-<last>.<k>.parquet has the rows of each group that the commits of these steps decided:
-trained rows as in batches/, and from the segments the rows of groups that were filtered or dropped. Afterwards no
-program needs the segments in which every group is decided by these commits:
+the trained rows of batches/, and from the segments the rows of groups that were filtered or dropped. Afterwards no
+program needs these batches, nor the segments in which every group is decided by these commits:
 
     write   compacted/rollouts/<first>-<last>.<k>.parquet, unless the object exists
+    delete  the batches of these steps
     delete  decided segments
 
-A crash in between leaves segments, which a later call deletes. If two processes compact at the same time, each reads
-every segment before it writes, so that both write the same rows, or one of them ends with MissingObject.
+A crash in between leaves batches and segments, which a later call deletes. If two processes compact at the same time,
+each reads every segment before it writes, so that both write the same rows, or one of them ends with MissingObject.
 
 If a batch is missing or damaged, the object of its steps is not written and the segments with their groups stay; each
 later call tries again.
@@ -29,8 +30,11 @@ from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.compacted import StepRange, list_commits, read_range
 from pipelinerl_core.run.reading import list_keys
 from pipelinerl_core.run.records import (
+    BATCHES_PREFIX,
     COMPACTED_ROLLOUTS_PREFIX,
     Commit,
+    parse_commit_key,
+    parse_step_key,
     rollout_key,
 )
 from pipelinerl_core.storage.digests import read_verified
@@ -58,7 +62,6 @@ SCHEMA = pa.schema(
 """The columns of BATCH_SCHEMA; in rows that were not trained only `step`, of the commit that decided the group."""
 
 _REPEATED = [name for name in SCHEMA.names if pa.types.is_string(SCHEMA.field(name).type)]
-_ROW_GROUP = 4096
 
 
 def list_rollouts(store: ObjectStore) -> list[StepRange]:
@@ -68,24 +71,36 @@ def list_rollouts(store: ObjectStore) -> list[StepRange]:
 
 def read_rollouts(store: ObjectStore, steps: StepRange, columns: Sequence[str] = SCHEMA.names) -> pa.Table:
     """Some columns of an object. Raises BrokenRecord for a damaged object."""
+    file = open_rollouts(store, steps)
     try:
-        source = pa.BufferReader(store.get(steps.rollouts_key))
-        return pq.read_table(source, columns=columns, page_checksum_verification=True, use_threads=False)
+        return file.read(columns=columns, use_threads=False)
     except (OSError, pa.ArrowException) as error:
-        where = f"{store.url}/{steps.rollouts_key}"
-        raise BrokenRecord(f"{where} is damaged: {str(error).splitlines()[0]}") from None
+        raise _damaged(store, steps, error) from None
+
+
+def open_rollouts(store: ObjectStore, steps: StepRange) -> pq.ParquetFile:
+    """An object, whose row groups have the rows of one step each. Raises BrokenRecord for a damaged object."""
+    try:
+        return pq.ParquetFile(pa.BufferReader(store.get(steps.rollouts_key)), page_checksum_verification=True)
+    except (OSError, pa.ArrowException) as error:
+        raise _damaged(store, steps, error) from None
+
+
+def _damaged(store: ObjectStore, steps: StepRange, error: Exception) -> BrokenRecord:
+    return BrokenRecord(f"{store.url}/{steps.rollouts_key} is damaged: {str(error).splitlines()[0]}")
 
 
 def compact_rollouts(store: ObjectStore) -> int:
-    """Compact the rollouts of compacted commits, and delete decided segments; returns the number of new objects.
+    """Compact the rollouts of compacted commits, and delete their batches and decided segments.
+
+    Returns the number of new objects.
 
     Raises StoreError. The next call continues.
     """
-    written = {(step, steps.epoch) for steps in list_rollouts(store) for step in range(steps.first, steps.last + 1)}
+    written = {(step, steps.epoch) for steps in list_rollouts(store) for step in steps.steps}
+    store.delete([key for key in list_keys(store, BATCHES_PREFIX) if parse_step_key(key) in written])
     files = list_commits(store).files
-    left = [
-        file for file in files if any((step, file.epoch) not in written for step in range(file.first, file.last + 1))
-    ]
+    left = [file for file in files if any((step, file.epoch) not in written for step in file.steps)]
     if not left:
         return 0
     segments = _Segments(store)
@@ -105,6 +120,20 @@ def compact_rollouts(store: ObjectStore) -> int:
     return num_objects
 
 
+def remove_rows(store: ObjectStore, keep: int) -> int:
+    """Remove the compacted rollouts of all but the newest `keep` steps; returns the number of removed objects.
+
+    Rows after the oldest checkpoint stay, because a start trains them again.
+    """
+    checkpoints = [step for step, _ in map(parse_step_key, list_keys(store, "checkpoints")) if step > 0]
+    commit_keys = list_commits(store).keys()
+    newest = max((parse_commit_key(key)[0] for key in commit_keys), default=-1)
+    through = min([newest - keep, *checkpoints]) if checkpoints else -1
+    doomed = [steps.rollouts_key for steps in list_rollouts(store) if steps.last <= through]
+    store.delete(doomed)
+    return len(doomed)
+
+
 def _parts(commits: Sequence[Commit]) -> Iterator[list[Commit]]:
     """Consecutive commits whose groups have FILE_TOKENS tokens together."""
     part: list[Commit] = []
@@ -120,23 +149,28 @@ def _parts(commits: Sequence[Commit]) -> Iterator[list[Commit]]:
 
 
 def _write(store: ObjectStore, commits: Sequence[Commit], segments: "_Segments") -> bool:
-    """Write the object of consecutive commits; returns False if the object exists."""
+    """Write the object of consecutive commits and delete their batches; returns False if the object exists."""
     key = StepRange(commits[0].step, commits[-1].step, commits[0].epoch).rollouts_key
     if store.exists(key):
         return False
-    rows = [batch for commit in commits for batch in (*_trained(store, commit), *segments.untrained(commit))]
     sink = io.BytesIO()
-    pq.write_table(
-        pa.Table.from_batches(rows, SCHEMA),
-        sink,
-        row_group_size=_ROW_GROUP,
-        compression="zstd",
-        use_dictionary=_REPEATED,
-        write_page_checksum=True,
-    )
+    num_rows = 0
+    with pq.ParquetWriter(
+        sink, SCHEMA, compression="zstd", use_dictionary=_REPEATED, write_page_checksum=True
+    ) as writer:
+        for commit in commits:
+            rows = pa.Table.from_batches([*_trained(store, commit), *segments.untrained(commit)], SCHEMA)
+            num_rows += len(rows)
+            if len(rows):
+                writer.write_table(rows, row_group_size=len(rows))
+    data = pa.py_buffer(sink.getbuffer())
     if store.exists(key):  # another process may have written the object and deleted segments in the meantime
         return False
-    store.put(key, sink.getbuffer())
+    store.put(key, memoryview(data))
+    # The batches are deleted only if the rows can be read back.
+    if pq.read_table(pa.BufferReader(data), page_checksum_verification=True, use_threads=False).num_rows != num_rows:
+        raise BrokenRecord(f"{store.url}/{key}: the rows cannot be read back")
+    store.delete([entry.name for commit in commits for entry in commit.batches])
     return True
 
 

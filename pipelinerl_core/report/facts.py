@@ -16,17 +16,20 @@ from numpy.typing import NDArray
 
 from pipelinerl_core.data.compaction import list_rollouts, read_rollouts
 from pipelinerl_core.data.schema import SCHEMA_VERSION
+from pipelinerl_core.data.trained import TrainedRows
 from pipelinerl_core.errors import BrokenRecord, MissingObject, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.follow import RunFollower
-from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import (
+    BATCHES_PREFIX,
     PREDICTION_KEY,
     Commit,
     EvalRecord,
     PredictionRecord,
     RunRecord,
     commit_key,
+    parse_step_key,
 )
 from pipelinerl_core.telemetry import measures
 from pipelinerl_core.telemetry.measures import Int64Array
@@ -162,15 +165,23 @@ def collect(store: ObjectStore, cache: RunCache | None = None) -> RunFacts:
     follower.refresh()
     keys = follower.commits.keys_by_step
     cache = RunCache() if cache is None else cache
+    with_batch = {parse_step_key(key) for key in list_keys(store, BATCHES_PREFIX)}  # before the compacted rows
     _add_compacted(store, keys, cache.steps)
+    missing = []
     for step, key in keys.items():
         if key not in cache.commits:
             cache.commits[key] = follower.commits[step].model_copy(update=_UNUSED)
-        if key not in cache.steps and (commit := cache.commits[key]).batches:
+        commit = cache.commits[key]
+        if key not in cache.steps and (step, commit.epoch) in with_batch:
             try:
                 cache.steps[key] = step_facts(step, read_batch(store, commit))
             except BrokenRecord as error:  # the figures of one step are no reason to write no report
                 logger.warning("the report has no figures of the rollouts of step %d: %s", step, error)
+        elif key not in cache.steps and commit.batches:
+            missing.append(step)
+    if missing and not run.config.get("store", {}).get("keep_rows"):
+        logger.warning("no figures of the rollouts of %d steps from %d on: their rows are missing",
+                       len(missing), missing[0])  # fmt: skip
     return RunFacts(
         run=run,
         commits={step: cache.commits[key] for step, key in keys.items()},
@@ -204,8 +215,10 @@ def _add_compacted(store: ObjectStore, keys: Mapping[int, str], known: dict[str,
 
 
 def read_batch(store: ObjectStore, commit: Commit) -> list[TrainedRollout]:
-    """The rows of a step in training order, rank by rank. Raises BrokenRecord, or SchemaMismatch for the batch of
-    another release."""
+    """The rows of a step in training order. Raises BrokenRecord, or SchemaMismatch for the batch of another release,
+    MissingObject if the rows were removed."""
+    if commit.batches and not store.exists(commit.batches[0].name):
+        return _rows(commit.step, pa.Table.from_batches(TrainedRows(store).batches(commit)))
     rows: list[TrainedRollout] = []
     for entry in commit.batches:
         try:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from pipelinerl_core.errors import BrokenRecord
+from pipelinerl_core.errors import BrokenRecord, MissingObject
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report.facts import RunFacts, TrainedRollout, read_batch
 from pipelinerl_core.rollouts.task_columns import task_columns
@@ -65,10 +65,10 @@ def rollout_section(store: ObjectStore, facts: RunFacts, decode: Decode | None) 
 
 
 def _batch(store: ObjectStore, commit: Commit) -> list[TrainedRollout]:
-    """The rows of a step; empty if the batch is damaged, which `pipelinerl audit` reports."""
+    """The rows of a step; empty if they are damaged, which `pipelinerl audit` reports, or removed."""
     try:
         return read_batch(store, commit)
-    except BrokenRecord:
+    except (BrokenRecord, MissingObject):
         return []
 
 

@@ -63,6 +63,11 @@ class StepRange(NamedTuple):
         return f"{COMPACTED_ROLLOUTS_PREFIX}/{self._name}"
 
     @property
+    def steps(self) -> range:
+        """The steps."""
+        return range(self.first, self.last + 1)
+
+    @property
     def _name(self) -> str:
         return f"{self.first:08d}-{self.last:08d}.{self.epoch}.parquet"
 
@@ -76,7 +81,7 @@ class StepRange(NamedTuple):
 
     def commit_keys(self) -> list[str]:
         """The keys of the commits in it, by step."""
-        return [commit_key(step, self.epoch) for step in range(self.first, self.last + 1)]
+        return [commit_key(step, self.epoch) for step in self.steps]
 
 
 class CommitListing(NamedTuple):
@@ -134,6 +139,6 @@ def read_compacted(store: ObjectStore, key: str) -> Commit:
     """Read a commit from the compacted object that contains it. Raises MissingObject if there is none."""
     step, epoch = parse_commit_key(key)
     for file in list_commits(store).files:
-        if file.epoch == epoch and file.first <= step <= file.last:
+        if file.epoch == epoch and step in file.steps:
             return read_range(store, file)[step - file.first]
     raise MissingObject(f"no object {key!r} in {store.url}")

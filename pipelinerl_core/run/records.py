@@ -55,6 +55,7 @@ ROLES_PREFIX = "roles"
 EVALS_PREFIX = "evals"
 LIVES_PREFIX = "lives"
 RETIRED_PREFIX = "retired"
+BATCHES_PREFIX = "batches"
 COMMITS_PREFIX = "commits"
 COMPACTED_COMMITS_PREFIX = "compacted/commits"
 COMPACTED_ROLLOUTS_PREFIX = "compacted/rollouts"
@@ -82,7 +83,7 @@ KEY_PATTERNS: Mapping[str, re.Pattern[str]] = MappingProxyType(
             "partials": rf"{_OF_LIFE}/{_N8}\.arrow",
             LIVES_PREFIX: _OF_LIFE,
             RETIRED_PREFIX: _OF_LIFE,
-            "batches": rf"{_OF_STEP}/{_N4}\.arrow",
+            BATCHES_PREFIX: rf"{_OF_STEP}/{_N4}\.arrow",
             QUARANTINED_PREFIX: rf"{_OF_STEP}/{_N4}\.arrow",
             "weights": rf"{_OF_STEP}/[^/]+",
             "checkpoints": rf"{_OF_STEP}/.+",
@@ -146,7 +147,7 @@ def partial_key(actor: str, epoch: int, seq: int) -> str:
 
 def batch_key(step: int, epoch: int, rank: int) -> str:
     """The rows that one rank trained in a step."""
-    return f"batches/{step:08d}.{epoch}/{rank:04d}.arrow"
+    return f"{BATCHES_PREFIX}/{step:08d}.{epoch}/{rank:04d}.arrow"
 
 
 def quarantined_key(step: int, epoch: int, number: int) -> str:
@@ -159,10 +160,10 @@ def weights_prefix(version: int, epoch: int) -> str:
     return f"weights/{version:08d}.{epoch}"
 
 
-def parse_weights_key(key: str) -> tuple[int, int]:
-    """(version, epoch) of a key weights/<version>.<k>/<file>."""
-    version, epoch = key.split("/")[1].split(".")
-    return int(version), int(epoch)
+def parse_step_key(key: str) -> tuple[int, int]:
+    """(step, epoch) of a key <folder>/<step>.<k>/<file>: of weights, batches or checkpoints."""
+    step, epoch = key.split("/")[1].split(".")
+    return int(step), int(epoch)
 
 
 def broadcast_key(number: int) -> str:

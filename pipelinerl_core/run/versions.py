@@ -8,7 +8,7 @@ from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.reading import list_keys
-from pipelinerl_core.run.records import MANIFEST_FILE, Commit, parse_weights_key
+from pipelinerl_core.run.records import MANIFEST_FILE, Commit, parse_step_key
 
 ALL = "all"
 DUE = "due"
@@ -41,7 +41,7 @@ def retained(config: RunConfig, stored: Iterable[int]) -> set[int]:
 
 def weights_to_remove(config: RunConfig, keys: Iterable[str], step: int) -> list[str]:
     """The keys below `weights` of versions before a committed `step` that the run does not retain."""
-    stored = [(version, key) for key in keys if (version := parse_weights_key(key)[0]) <= step]
+    stored = [(version, key) for key in keys if (version := parse_step_key(key)[0]) <= step]
     kept = retained(config, (version for version, key in stored if key.endswith(f"/{MANIFEST_FILE}")))
     return [key for version, key in stored if version not in kept and version < step]
 
@@ -56,7 +56,7 @@ def remove_weights(store: ObjectStore, keys: Collection[str]) -> None:
 def stored_versions(store: ObjectStore) -> set[int]:
     """Versions with a complete copy of the weights in the object store; one listing."""
     manifests = (key for key in list_keys(store, "weights") if key.endswith(f"/{MANIFEST_FILE}"))
-    return {parse_weights_key(key)[0] for key in manifests}
+    return {parse_step_key(key)[0] for key in manifests}
 
 
 def is_durable(commit: Commit) -> bool:

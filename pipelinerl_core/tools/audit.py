@@ -9,7 +9,7 @@ Run: python -m pipelinerl_core.tools.audit --run URL [--json]. Exit code 1 if a 
 | rows     | the rows of each step are the rows of its trained groups, each trained once |
 | tokens   | the ledger of every commit adds up; trained and masked tokens equal the tokens in earlier batches |
 | versions | no token is newer than the weights that were trained, no trained token is older than max_lag |
-| objects  | batch files and the newest durable weights are intact |
+| objects  | the rows of all steps, unless `store.keep_rows` removed them, and the newest durable weights are intact |
 | quarantined | the rows of every quarantined group are in quarantined/ |
 
 Damaged older weights, checkpoints and segments are reported, but do not fail the audit: a replay of the batches
@@ -29,8 +29,10 @@ from numpy.typing import NDArray
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data.codec import decode_batch, from_segment
 from pipelinerl_core.data.compaction import list_rollouts, read_rollouts
+from pipelinerl_core.data.trained import TrainedRows
 from pipelinerl_core.errors import BrokenRecord, ChecksumMismatch, MissingObject, SchemaMismatch, StoreUnavailable
 from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.messages import FateRecord
 from pipelinerl_core.roles.runtime.process import RUN, run_main
 from pipelinerl_core.run.commits import Commits, read_all_commits, read_commits
 from pipelinerl_core.run.compacted import list_commits
@@ -76,7 +78,13 @@ class Audit:
         """Trained and masked tokens in the batches read so far."""
         self._trained_tokens = 0
         """Tokens of the trained groups so far, including rollouts without a reward."""
-        self._is_one_hub = True
+        self._trained = TrainedRows(store)
+        self.num_removed_steps = 0
+        self._removed_through = -1
+        """The last step whose rows `store.keep_rows` may have removed."""
+        self._counts_all_rows = True
+        """Whether the classes of tokens in the ledger can be compared: the rows of all steps are there, and one hub
+        has counted."""
 
     def run(self) -> "Audit":
         """Run all checks; a failed check does not stop the audit."""
@@ -86,7 +94,9 @@ class Audit:
             self._problem(str(error))
             commits = read_commits(self._store)
         keys, epochs = commits.keys_by_step, commits.epochs
-        self._is_one_hub = sum(record.role == "hub" for record in epochs) <= 1
+        if keep := self._config.store.keep_rows:
+            self._removed_through = max(keys, default=-1) - keep
+        self._counts_all_rows = sum(record.role == "hub" for record in epochs) <= 1
         self._check_lineage(epochs, keys)
         last = None
         for step in commits:
@@ -113,6 +123,7 @@ class Audit:
             "tokens": self.tokens,
             "files": self.num_files,
             "bytes": self.num_bytes,
+            "removed_steps": self.num_removed_steps,
             "problems": self.problems,
             "damaged": self.damaged,
             "quarantined": self.quarantined,
@@ -147,9 +158,9 @@ class Audit:
         if commit.step != step:
             self._problem(f"commit {step}: the record is of step {commit.step}")
         self._check_tokens(step, commit)
-        rows = [row for entry in commit.batches for row in self._batch(entry)]
+        rows = self._rows(commit)
         self._check_fates(step, commit, rows)
-        for row in rows:
+        for row in rows or ():
             self._check_versions(step, row)
         self._check_weights(step, commit)
         if commit.checkpoint is not None and commit.checkpoint.step == step:
@@ -174,20 +185,27 @@ class Audit:
                 f"have {self._trained_tokens}"
             )
         for name in ("trained", "masked_stale"):
-            if self._is_one_hub and tokens[name] != self._found[name]:
+            if self._counts_all_rows and tokens[name] != self._found[name]:
                 self._problem(
                     f"commit {step}: the ledger has {tokens[name]} tokens {name}, the earlier batches have "
                     f"{self._found[name]}"
                 )
 
-    def _check_fates(self, step: int, commit: Commit, rows: list[TrainingRow]) -> None:
-        trained: Counter[tuple[int, int]] = Counter()
+    def _count(self, step: int, rows: Sequence[TrainingRow]) -> Counter[GroupKey]:
+        """Add the rows of a step to the totals; returns the tokens of each group."""
+        tokens: Counter[GroupKey] = Counter()
         for row in rows:
-            trained[row.rollout.group_id, row.rollout.attempt] += row.rollout.num_tokens
+            tokens[row.rollout.group_id, row.rollout.attempt] += row.rollout.num_tokens
             live = int(row.loss_mask.sum()) + self._num_live_unsampled(step, row.rollout)
             self._found["trained"] += live
             self._found["masked_stale"] += row.rollout.num_tokens - live
             self.taken_over_tokens += sum(origin.num_tokens for origin in row.rollout.origins)
+        return tokens
+
+    def _check_fates(self, step: int, commit: Commit, rows: Sequence[TrainingRow] | None) -> None:
+        """rows: None if the rows were removed; then only the fates are checked."""
+        self._counts_all_rows = self._counts_all_rows and rows is not None
+        tokens = self._count(step, rows or ())
         for record in commit.fates:
             before = self._fates.get(record.group_id)
             if before is not None:
@@ -195,21 +213,24 @@ class Audit:
                 if record.fate == "trained" and before == "trained":
                     self.trained_twice.append(record.group_id)
             self._fates[record.group_id] = record.fate
-            if record.fate == "quarantined":
-                self._quarantined_groups.add((record.group_id, record.attempt))
-            if record.fate != "trained":
-                continue
-            self._trained_tokens += record.num_tokens
             key = (record.group_id, record.attempt)
-            num_tokens = trained.pop(key, 0)
-            if num_tokens == 0:
-                self._problem(f"commit {step}: group {key} is trained, but its rows are not in the batch")
-            elif num_tokens > record.num_tokens:
-                self._problem(
-                    f"commit {step}: group {key} has {num_tokens} tokens in the batch, {record.num_tokens} in total"
-                )
-        for key in trained:
+            if record.fate == "quarantined":
+                self._quarantined_groups.add(key)
+            if record.fate == "trained":
+                self._trained_tokens += record.num_tokens
+                if rows is not None:
+                    self._check_group(step, record, tokens.pop(key, 0))
+        for key in tokens:
             self._problem(f"commit {step}: the batch has rows of group {key}, which is not a trained group")
+
+    def _check_group(self, step: int, record: FateRecord, num_tokens: int) -> None:
+        key = (record.group_id, record.attempt)
+        if num_tokens == 0:
+            self._problem(f"commit {step}: group {key} is trained, but its rows are not in the batch")
+        elif num_tokens > record.num_tokens:
+            self._problem(
+                f"commit {step}: group {key} has {num_tokens} tokens in the batch, {record.num_tokens} in total"
+            )
 
     def _num_live_unsampled(self, step: int, rollout: Rollout) -> int:
         """Tokens between turns that the ledger counts as live, because the ledger has versions but no masks."""
@@ -241,16 +262,18 @@ class Audit:
 
     # ---- objects ---------------------------------------------------------------------------------------------
 
-    def _batch(self, entry: FileEntry) -> list[TrainingRow]:
-        data, wrong = self._file(entry.name, entry)
-        if data is None:
-            self._problem(wrong)
-            return []
+    def _rows(self, commit: Commit) -> list[TrainingRow] | None:
+        """The rows of a step, empty after a problem; None if `store.keep_rows` has removed them."""
         try:
-            return [row for batch in from_segment(data, entry.name) for row in decode_batch(batch)]
-        except SchemaMismatch as error:
+            return [row for batch in self._trained.batches(commit) for row in decode_batch(batch)]
+        except MissingObject as error:
+            if commit.step <= self._removed_through:
+                self.num_removed_steps += 1
+                return None
             self._problem(str(error))
-            return []
+        except (ChecksumMismatch, SchemaMismatch, BrokenRecord) as error:
+            self._problem(str(error))
+        return []
 
     def _file(self, key: str, entry: FileEntry) -> tuple[bytes | None, str]:
         """The bytes of an object, verified against its manifest entry; or None and the error."""
@@ -326,11 +349,15 @@ class Audit:
                 continue
             self.num_files += 1
             self.num_bytes += len(data)
+        self.num_files += self._trained.num_files
+        self.num_bytes += self._trained.num_bytes
         for steps in list_rollouts(self._store):
             try:
-                read_rollouts(self._store, steps)
+                self.num_bytes += read_rollouts(self._store, steps).nbytes
+                self.num_files += 1
             except (MissingObject, BrokenRecord) as error:
-                self.damaged.append(str(error))
+                if str(error) not in self.problems:  # then the step of trained rows has said so
+                    self.damaged.append(str(error))
 
     def _problem(self, text: str) -> None:
         self.problems.append(text)
@@ -356,6 +383,11 @@ def lines(document: Mapping[str, Any]) -> list[str]:
         f"lost {document['lost']}, trained twice {document['trained_twice']}",
         f"tokens at the last reservation: {tokens}",
         f"trained tokens of groups that another actor continued: {document['taken_over_tokens']:,}",
+        *(
+            [f"rows of {removed:,} steps were removed, as store.keep_rows says: not checked"]
+            if (removed := document["removed_steps"])
+            else []
+        ),
         *(f"DOES NOT CLOSE: {problem}" for problem in shown),
         *([f"and {more} more"] if more else []),
         *(f"rows of a step that was not taken: {key}" for key in document["quarantined"][:_SHOWN_PROBLEMS]),

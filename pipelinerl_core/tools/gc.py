@@ -11,7 +11,7 @@ wrong answer of a store cannot delete what a run needs. The last two classes do 
 | checkpoints | all except the checkpoint of step 0 and the newest two (only the newest in a finished run) | always |
 | weights | durable versions beyond `weights.keep` (run/versions.py) | always |
 | partials | logs of decided groups; in a finished run all logs | always |
-| rollouts | segments in which every group is decided; batches/ has the trained rows, too | with --rollouts |
+| rollouts | segments in which every group is decided; the trained rows are elsewhere, too | with --rollouts |
 | unfinished | at once: files and multipart uploads of killed writers | always |
 | shared_memory | at once: shared memory of this host, of runs under the same root that were killed | always |
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from pipelinerl_core.errors import MissingObject, StoreError
 from pipelinerl_core.interfaces import ObjectStore, TensorMeta, WeightLayout
 from pipelinerl_core.run.reading import list_keys, read_record
-from pipelinerl_core.run.records import CheckpointManifest, checkpoint_prefix
+from pipelinerl_core.run.records import CheckpointManifest, checkpoint_prefix, parse_step_key
 from pipelinerl_core.storage.digests import entry_of, read_verified
 from pipelinerl_core.weights.files import lay_out, metas_of, num_bytes, parse_copy
 
@@ -92,7 +92,7 @@ def prune_checkpoints(store: ObjectStore, keep: int = 2) -> list[tuple[int, int]
     Manifests are deleted first, so that an interrupted deletion leaves no checkpoint that looks complete.
     """
     keys = list_keys(store, "checkpoints")
-    by_age = sorted({_parse(key) for key in keys}, reverse=True)
+    by_age = sorted({parse_step_key(key)[::-1] for key in keys}, reverse=True)
     finished = [age for age in by_age if f"{checkpoint_prefix(age[1], age[0])}/{_MANIFEST}" in keys]
     if len(finished) <= keep:
         return []
@@ -102,9 +102,3 @@ def prune_checkpoints(store: ObjectStore, keep: int = 2) -> list[tuple[int, int]
         store.delete([f"{prefix}/{_MANIFEST}"])
         store.delete([key for key in keys if key.startswith(f"{prefix}/")])
     return doomed
-
-
-def _parse(key: str) -> tuple[int, int]:
-    """(epoch, step) of checkpoints/<step>.<epoch>/<file>."""
-    step, epoch = key.split("/")[1].split(".")
-    return int(epoch), int(step)

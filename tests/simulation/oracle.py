@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.data.codec import decode_batch, from_segment
+from pipelinerl_core.data.codec import decode_batch
 from pipelinerl_core.data.compaction import list_rollouts, read_rollouts
 from pipelinerl_core.data.segments import SegmentReader
+from pipelinerl_core.data.trained import TrainedRows
 from pipelinerl_core.errors import SchemaMismatch
 from pipelinerl_core.ledger import ActorKey, Ledger
 from pipelinerl_core.ledger.tokens import RETIRED_ACTORS
@@ -61,10 +62,10 @@ def weights_of(store: PlainStore) -> list[str]:
 def _other_weights(store: PlainStore, commits: Commits) -> Iterator[str]:
     """Steps whose weights are not those of the recorded batches."""
     learner = ScriptedLearner()
+    trained = TrainedRows(store)
     for step, commit in commits.items():
         if step:
-            data = [batch for entry in commit.batches for batch in from_segment(store.get(entry.name), entry.name)]
-            learner.learn([row for batch in data for row in decode_batch(batch)])
+            learner.learn([row for batch in trained.batches(commit) for row in decode_batch(batch)])
         if take_snapshot(learner).entry.digest != commit.weights_digest:
             yield f"step {step}: the weights are not those of the recorded batches"
             return

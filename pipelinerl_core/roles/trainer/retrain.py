@@ -1,6 +1,6 @@
 """Train recorded batches again, for the restart of a trainer and for `pipelinerl replay`.
 
-The same learner trains the rows of batches/ in the recorded order. On a CPU, with the same machine and number of
+The same learner trains the recorded rows in their order. On a CPU, with the same machine and number of
 threads, losses and weights are equal to the last bit.
 """
 
@@ -11,15 +11,14 @@ from dataclasses import dataclass
 
 from pipelinerl_core.algo.adapters import Adapters
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.data.codec import decode_batch, from_segment
+from pipelinerl_core.data.codec import decode_batch
+from pipelinerl_core.data.trained import TrainedRows
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, StoreUnavailable
 from pipelinerl_core.interfaces import Learner, ObjectStore
 from pipelinerl_core.roles.runtime.device import model_device
 from pipelinerl_core.run.history import read_commit, read_epochs
 from pipelinerl_core.run.processor import processor
-from pipelinerl_core.run.records import CheckpointRef, Commit, holds_adapters, parse_commit_key
-from pipelinerl_core.storage.digests import read_verified
-from pipelinerl_core.types import FileEntry, TrainingRow
+from pipelinerl_core.run.records import CheckpointRef, holds_adapters, parse_commit_key
 from pipelinerl_core.weights.checkpoint import load_checkpoint
 from pipelinerl_core.weights.files import take_snapshot
 from pipelinerl_core.weights.subscribe import WeightSubscriber
@@ -56,16 +55,6 @@ class ReplayedStep:
 def weights_digest(learner: Learner) -> str:
     """Digest of the learner's weights in the published form."""
     return take_snapshot(learner).entry.digest
-
-
-def read_rows(store: ObjectStore, commit: Commit) -> list[TrainingRow]:
-    """The rows of a committed step, verified, in training order."""
-    return [row for entry in commit.batches for row in _read_batch(store, entry)]
-
-
-def _read_batch(store: ObjectStore, entry: FileEntry) -> list[TrainingRow]:
-    data = read_verified(store, entry.name, entry)
-    return [row for batch in from_segment(data) for row in decode_batch(batch)]
 
 
 def _checkpoints(store: ObjectStore, commits: Mapping[int, str], step: int) -> Iterator[CheckpointRef]:
@@ -153,9 +142,10 @@ def replay_steps(store: ObjectStore, learner: Learner, commits: dict[int, str], 
             f"{store.url}: step {missing} has no commit, and step {later} has one. If the commit is lost for good, "
             f"`pipelinerl accept-loss {shlex.quote(store.url)}` lets the run continue after step {missing - 1}"
         )
+    trained = TrainedRows(store)
     for step in steps:
         commit = read_commit(store, commits[step])
-        metrics = learner.step(read_rows(store, commit))
+        metrics = learner.step([row for batch in trained.batches(commit) for row in decode_batch(batch)])
         yield ReplayedStep(
             step=step,
             metrics=metrics,

@@ -6,14 +6,16 @@ import pytest
 
 from pipelinerl_core.data import compaction as rollouts
 from pipelinerl_core.data.codec import decode_batch, encode_rollouts, to_segment
-from pipelinerl_core.data.compaction import compact_rollouts, list_rollouts, read_rollouts
+from pipelinerl_core.data.compaction import compact_rollouts, list_rollouts, read_rollouts, remove_rows
 from pipelinerl_core.data.schema import BATCH_SCHEMA
-from pipelinerl_core.errors import BrokenRecord, StoreError
+from pipelinerl_core.data.trained import TrainedRows
+from pipelinerl_core.errors import BrokenRecord, MissingObject, StoreError
 from pipelinerl_core.messages import FateRecord
 from pipelinerl_core.report.facts import collect
 from pipelinerl_core.run import compaction
+from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.compacted import StepRange
-from pipelinerl_core.run.records import batch_key, rollout_key
+from pipelinerl_core.run.records import batch_key, checkpoint_prefix, parse_step_key, rollout_key
 from tests.builders import put_commit, put_epoch, put_run, small_config
 from tests.counting_store import CountingStore
 from tests.fakes import MemoryStore
@@ -83,15 +85,22 @@ def segments(store):
 
 
 def test_the_rows_are_those_of_the_batches_and_the_dropped_group(run):
+    batches = {step: pa.ipc.open_file(run.get(batch_key(step, EPOCH, 0))).read_all() for step in range(1, STEPS + 1)}
     assert compact_rollouts(run) == 2
     assert list_rollouts(run) == COMPACTED
     first, second = (read_rollouts(run, steps) for steps in COMPACTED)
     assert first["step"].to_pylist() == [step for step in range(1, 8) for _ in range(2)]
     assert set(first["fate"].to_pylist()) == {"trained"}
     for step in range(1, 8):
-        stored = pa.ipc.open_file(run.get(batch_key(step, EPOCH, 0))).read_all()
         rows = first.filter(pa.compute.equal(first["step"], step)).select(BATCH_SCHEMA.names)
-        assert rows.to_pylist() == stored.to_pylist()
+        assert rows.to_pylist() == batches[step].to_pylist()
+    assert {parse_step_key(key)[0] for key in run.list("batches/")} == set(range(16, STEPS + 1))
+    trained, commits = TrainedRows(run), read_commits(run)
+    for step in [*range(1, STEPS + 1), 3, 12]:
+        (rows,) = trained.batches(commits[step])
+        assert rows.schema.equals(BATCH_SCHEMA, check_metadata=True)
+        assert rows.to_pylist() == batches[step].to_pylist()
+    assert trained.batches(commits[0]) == []
     dropped = second.filter(pa.compute.equal(second["fate"], "dropped_stale"))
     assert dropped["group_id"].to_pylist() == [0, 0]
     assert dropped["step"].to_pylist() == [STALE_STEP] * 2
@@ -111,7 +120,7 @@ def test_a_second_call_does_nothing_and_reads_no_segment(run):
     compact_rollouts(run)
     counted = CountingStore(run)
     assert compact_rollouts(counted) == 0
-    assert counted.total == 3  # listings
+    assert counted.total == 4  # listings
 
 
 def test_objects_are_cut_by_tokens(run, monkeypatch):
@@ -146,17 +155,20 @@ class DyingStore:
             raise StoreError("the process died")
 
 
-@pytest.mark.parametrize("allowed", range(3))
+@pytest.mark.parametrize("allowed", range(6))
 def test_a_crash_at_any_write_loses_no_row(run, allowed):
     with pytest.raises(StoreError, match="died"):
         compact_rollouts(DyingStore(run, allowed))
     compact_rollouts(run)
     assert [len(read_rollouts(run, steps)) for steps in COMPACTED] == [14, 18]
+    trained, commits = TrainedRows(run), read_commits(run)
+    assert [sum(map(len, trained.batches(commits[step]))) for step in range(1, STEPS + 1)] == [2] * STEPS
     for step in range(STEPS + 1, STEPS + 8):  # what a crash before the deletion left goes with the next objects
         put_step(run, step)
     compaction.compact_commits(run)
     compact_rollouts(run)
     assert segments(run)[0] >= STEPS
+    assert min(parse_step_key(key)[0] for key in run.list("batches/")) >= STEPS
 
 
 def test_a_missing_or_damaged_batch_keeps_its_segments_until_the_batch_can_be_read(run, caplog):
@@ -170,6 +182,7 @@ def test_a_missing_or_damaged_batch_keeps_its_segments_until_the_batch_can_be_re
         assert list_rollouts(run) == COMPACTED[1:]
         assert len(read_rollouts(run, COMPACTED[1])) == 16  # without the two rows of the torn segment
         assert segments(run)[:7] == [1, 2, 3, 4, 5, 6, 7]
+        assert min(parse_step_key(name)[0] for name in run.list("batches/")) < 3
         assert "rollouts of steps 0 to 7 are not compacted, their segments stay" in caplog.text
     run.put(key, whole)
     assert compact_rollouts(run) == 1
@@ -183,9 +196,6 @@ def test_a_missing_or_damaged_batch_keeps_its_segments_until_the_batch_can_be_re
 def test_the_report_reads_compacted_rollouts_instead_of_their_batches(run):
     before = collect(run)
     compact_rollouts(run)
-    for key in run.list("batches/"):
-        if int(key.split("/")[1].split(".")[0]) in range(1, 16):
-            run.delete([key])
     counted = CountingStore(run)
     after = collect(counted)
     assert counted.requests["get compacted"] == 4  # of commits and rollouts
@@ -197,9 +207,29 @@ def test_the_report_reads_compacted_rollouts_instead_of_their_batches(run):
             assert np.array_equal(getattr(step_before, name), getattr(other, name))
 
 
-def test_a_batch_can_be_decoded_from_the_compacted_rows(run):
+def test_rows_that_are_compacted_while_a_reader_reads_are_read(run):
+    trained, commits = TrainedRows(run), read_commits(run)
     compact_rollouts(run)
-    table = read_rollouts(run, COMPACTED[0])
-    rows = table.filter(pa.compute.equal(table["step"], 3)).select(BATCH_SCHEMA.names).cast(BATCH_SCHEMA)
-    [decoded] = [decode_batch(batch) for batch in rows.combine_chunks().to_batches()]
-    assert [row.advantage for row in decoded] == pytest.approx([3 / 7] * 2)
+    (rows,) = trained.batches(commits[3])
+    assert [row.advantage for row in decode_batch(rows)] == pytest.approx([3 / 7] * 2)
+    run.put(COMPACTED[1].rollouts_key, b"torn")
+    with pytest.raises(BrokenRecord, match="is damaged"):
+        trained.batches(commits[12])
+    run.delete([COMPACTED[1].rollouts_key])
+    with pytest.raises(MissingObject, match="step 12 are not in compacted/rollouts"):
+        TrainedRows(run).batches(commits[12])
+
+
+def test_rows_beyond_those_to_keep_are_removed_up_to_the_oldest_checkpoint(run):
+    compact_rollouts(run)
+    assert remove_rows(run, keep=1) == 0  # a start may train every step again
+    run.put(f"{checkpoint_prefix(0, EPOCH)}/manifest.json", b"{}")
+    assert remove_rows(run, keep=1) == 0
+    run.put(f"{checkpoint_prefix(14, EPOCH)}/manifest.json", b"{}")
+    run.put(f"{checkpoint_prefix(18, EPOCH)}/manifest.json", b"{}")
+    assert remove_rows(run, keep=14) == 0
+    assert remove_rows(run, keep=13) == 1
+    assert list_rollouts(run) == COMPACTED[1:]
+    assert remove_rows(run, keep=1) == 0  # step 15 is after the oldest checkpoint
+    facts = collect(run)
+    assert [step.step for step in facts.steps] == list(range(8, STEPS + 1))
