@@ -5,6 +5,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from pipelinerl import open_run
 from pipelinerl_core.storage.object_store import open_store
 from tests.synthetic_run import Shape, write_run
 
@@ -14,10 +15,9 @@ PAGE = Path(__file__).parents[3] / "docs" / "storage.md"
 def test_the_documented_lines_print_prompt_completion_reward_and_versions(prepared_model, tmp_path, capsys):
     store = open_store(str(tmp_path / "r-1"))
     write_run(store, Shape(steps=6))
-    (code,) = re.findall(r"```python\n(import pyarrow[^`]*AutoTokenizer[^`]*)```", PAGE.read_text())
-    names: dict = {}
-    exec(code.replace("runs/RUN", str(tmp_path / "r-1")).replace("MODEL", str(prepared_model)), names)
-    rows = names["rows"].sort_by("order").to_pylist()
+    (code,) = re.findall(r"```python\n(import pipelinerl\n[^`]*)```", PAGE.read_text())
+    exec(code.replace("runs/RUN", str(tmp_path / "r-1")), {})
+    rows = open_run(tmp_path / "r-1").rollouts(5, text=False).to_pylist()
     assert {row["step"] for row in rows} == {5}
     tokenizer = AutoTokenizer.from_pretrained(prepared_model)
     lines = capsys.readouterr().out.splitlines()

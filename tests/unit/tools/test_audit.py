@@ -103,6 +103,19 @@ def test_each_fault_is_named(store, fault):
     assert lines(document)[-1] == "FAIL: the run does not close"
 
 
+def test_rows_that_the_run_does_not_keep_are_counted_and_not_missed(store):
+    keeps = CONFIG.model_copy(update={"store": CONFIG.store.model_copy(update={"keep_rows": 2})})
+    assert Audit(store, keeps).run().document["removed_steps"] == 0
+    store.delete([batch_key(1, EPOCH, rank=0)])
+    document = Audit(store, keeps).run().document
+    assert (document["problems"], document["removed_steps"]) == ([], 1)
+    assert "rows of 1 steps were removed, as store.keep_rows says: not checked" in lines(document)
+    change(store, 1, fates=(*fates(1), fates(2)[0]))  # the fates of removed rows are still checked
+    assert problems(store)
+    store.delete([batch_key(2, EPOCH, rank=0)])  # a step that the run keeps
+    assert any("batches/00000002.2/0000.arrow" in text for text in Audit(store, keeps).run().problems)
+
+
 DAMAGES = {
     "older weights flipped": (
         lambda s: flip(s, "weights/00000001.2/model.safetensors"),
