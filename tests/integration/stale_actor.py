@@ -18,10 +18,10 @@ FAULTS = ("--skip", "--layer", "--temperature", "--tokenizer")
 def with_old_layer(load, age=3):
     past = deque(maxlen=age + 1)
 
-    def faulty(self, tensors):
-        past.append({name: tensor.clone() for name, tensor in tensors.items() if LAYER in name})
+    def faulty(self, staged):
+        past.append({name: tensor.clone() for name, tensor in staged.tensors.items() if LAYER in name})
         assert past[-1], "the model has this layer"
-        load(self, {**tensors, **past[0]})
+        return load(self, staged._replace(tensors={**staged.tensors, **past[0]}))
 
     return faulty
 
@@ -29,9 +29,9 @@ def with_old_layer(load, age=3):
 def hotter(admit, load):
     swaps = []
 
-    def counting(self, tensors):
+    def counting(self, staged):
         swaps.append(1)
-        load(self, tensors)
+        return load(self, staged)
 
     def faulty(self, slot, request, *, num_fed):
         admit(self, slot, request, num_fed=num_fed)
@@ -53,7 +53,7 @@ if __name__ == "__main__":
     elif fault == "--layer":
         SlotDecoder.load = with_old_layer(load)  # type: ignore[method-assign]
     elif fault == "--skip":
-        SlotDecoder.load = lambda self, tensors: None if next(swaps) == int(number) else load(self, tensors)  # type: ignore[method-assign]
+        SlotDecoder.load = lambda self, staged: [] if next(swaps) == int(number) else load(self, staged)  # type: ignore[method-assign]
     else:
-        SlotDecoder.load = lambda self, tensors: None  # type: ignore[method-assign]
+        SlotDecoder.load = lambda self, staged: []  # type: ignore[method-assign]
     sys.exit(actor.main())

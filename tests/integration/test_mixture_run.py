@@ -48,9 +48,9 @@ class Broken:
         return [{}] * count
 
     async def play(self, task, ask, seed):
-        await ask([{"role": "user", "content": "1+1="}])
         if task.get("raises"):  # fails at once, while the death of a process takes three starts to fail an episode
             raise ValueError("this task is broken")
+        await ask([{"role": "user", "content": "1+1="}])
         os._exit(3)
 
     def score(self, task, transcript):
