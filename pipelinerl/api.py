@@ -24,7 +24,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
 
 from pipelinerl_core.config import RunConfig, as_toml
-from pipelinerl_core.errors import ConfigError, PipelineRLError
+from pipelinerl_core.errors import ConfigError, MissingObject, PipelineRLError
 from pipelinerl_core.models.resolve import load_config as _load_config
 from pipelinerl_core.report.live_view import run_status
 from pipelinerl_core.report.run_list import list_runs
@@ -203,19 +203,28 @@ class Run:
 
         `task` has the columns of the prompt's row, or the environment's task, as JSON.
 
-        steps: a step, or several; None: all steps. text: add `prompt`, `completion` and `turns`, decoded by the
+        steps: a step, or several; None: all steps whose rows the run keeps (`store.keep_rows`).
+        text: add `prompt`, `completion` and `turns`, decoded by the
         tokenizer of the run's model; turns: [{given, text, reward}, ...], null for one turn; given: what the
         environment said before the turn. Raises ConfigError for a step that was not trained, or if this host lacks
-        the tokenizer.
+        the tokenizer, and MissingObject if the rows of a step are not there.
         """
         import pyarrow as pa
 
+        from pipelinerl_core.data.compaction import removable_through
         from pipelinerl_core.data.schema import BATCH_SCHEMA
         from pipelinerl_core.data.trained import TrainedRows
 
         commits = read_commits(self._store)
         trained = TrainedRows(self._store)
-        batches = [batch for step in _steps(steps, commits) for batch in trained.batches(commits[step])]
+        removed = removable_through(self._store, self.config.store.keep_rows) if steps is None else -1
+        batches = []
+        for step in _steps(steps, commits):
+            try:
+                batches += trained.batches(commits[step])
+            except MissingObject:
+                if step > removed:
+                    raise
         table = pa.Table.from_batches(batches, BATCH_SCHEMA)
         return self._with_text(table) if text else table
 

@@ -88,8 +88,8 @@ GO = "go"
 """Set by the trainer when every receiver is there: only then the members connect."""
 
 
-def member_key(state: Literal["here", "failed"], rank: int) -> str:
-    """The key that a receiver sets before it connects to the others, or when it could not connect."""
+def member_key(state: Literal["here", "joined", "failed"], rank: int) -> str:
+    """The key that a receiver sets before it connects to the others, when it has, or when it could not."""
     return f"{state}/{rank}"
 
 

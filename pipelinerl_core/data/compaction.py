@@ -18,8 +18,10 @@ later call tries again.
 import io
 import logging
 from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipelinerl_core.data.codec import from_segment
@@ -28,12 +30,14 @@ from pipelinerl_core.data.segments import SegmentName, SegmentReader
 from pipelinerl_core.errors import BrokenRecord, ChecksumMismatch, MissingObject, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.compacted import StepRange, list_commits, read_range
+from pipelinerl_core.run.history import counting, read_epochs
 from pipelinerl_core.run.reading import list_keys
 from pipelinerl_core.run.records import (
     BATCHES_PREFIX,
     COMPACTED_ROLLOUTS_PREFIX,
+    MANIFEST_FILE,
     Commit,
-    parse_commit_key,
+    commit_key,
     parse_step_key,
     rollout_key,
 )
@@ -69,37 +73,67 @@ def list_rollouts(store: ObjectStore) -> list[StepRange]:
     return [StepRange.parse(key) for key in list_keys(store, COMPACTED_ROLLOUTS_PREFIX)]
 
 
+class CompactedRollouts:
+    """An object of compacted rollouts, in memory. Row groups have the rows of one step."""
+
+    def __init__(self, store: ObjectStore, steps: StepRange) -> None:
+        """Raises MissingObject, or BrokenRecord for a damaged object."""
+        self.where = f"{store.url}/{steps.rollouts_key}"
+        data = pa.BufferReader(store.get(steps.rollouts_key))
+        with self._reading():
+            self._file = pq.ParquetFile(data, page_checksum_verification=True)
+
+    def read(self, columns: Sequence[str] = SCHEMA.names) -> pa.Table:
+        """Some columns of all rows. Raises BrokenRecord."""
+        with self._reading():
+            return self._file.read(columns=columns, use_threads=False)
+
+    def trained(self, step: int) -> pa.RecordBatch:
+        """The rows that a step trained, in training order, as in its batch. Raises BrokenRecord."""
+        with self._reading():
+            schema, metadata = self._file.schema, self._file.metadata
+            paths = [schema.column(number).path for number in range(len(schema))]
+            bounds = [
+                metadata.row_group(group).column(paths.index("step")).statistics
+                for group in range(metadata.num_row_groups)
+            ]
+            groups = [group for group, bound in enumerate(bounds) if bound.min <= step <= bound.max]
+            table = self._file.read_row_groups(groups, use_threads=False)
+            table = table.filter((pc.field("step") == step) & (pc.field("fate") == "trained"))
+            batches = table.select(BATCH_SCHEMA.names).cast(BATCH_SCHEMA).combine_chunks().to_batches()
+            if len(batches) != 1:
+                raise ValueError(f"it has no trained row of step {step}")
+        return batches[0]
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, AttributeError, pa.ArrowException) as error:  # no statistics: AttributeError
+            raise BrokenRecord(f"{self.where} is damaged: {str(error).splitlines()[0]}") from None
+
+
 def read_rollouts(store: ObjectStore, steps: StepRange, columns: Sequence[str] = SCHEMA.names) -> pa.Table:
     """Some columns of an object. Raises BrokenRecord for a damaged object."""
-    file = open_rollouts(store, steps)
-    try:
-        return file.read(columns=columns, use_threads=False)
-    except (OSError, pa.ArrowException) as error:
-        raise _damaged(store, steps, error) from None
+    return CompactedRollouts(store, steps).read(columns)
 
 
-def open_rollouts(store: ObjectStore, steps: StepRange) -> pq.ParquetFile:
-    """An object, whose row groups have the rows of one step each. Raises BrokenRecord for a damaged object."""
-    try:
-        return pq.ParquetFile(pa.BufferReader(store.get(steps.rollouts_key)), page_checksum_verification=True)
-    except (OSError, pa.ArrowException) as error:
-        raise _damaged(store, steps, error) from None
-
-
-def _damaged(store: ObjectStore, steps: StepRange, error: Exception) -> BrokenRecord:
-    return BrokenRecord(f"{store.url}/{steps.rollouts_key} is damaged: {str(error).splitlines()[0]}")
-
-
-def compact_rollouts(store: ObjectStore) -> int:
+def compact_rollouts(store: ObjectStore, keep: int = 0) -> int:
     """Compact the rollouts of compacted commits, and delete their batches and decided segments.
 
-    Returns the number of new objects.
+    keep: `store.keep_rows`: removes the rows of other steps. Returns the number of new objects.
 
     Raises StoreError. The next call continues.
     """
-    written = {(step, steps.epoch) for steps in list_rollouts(store) for step in steps.steps}
-    store.delete([key for key in list_keys(store, BATCHES_PREFIX) if parse_step_key(key) in written])
-    files = list_commits(store).files
+    through = removable_through(store, keep, spare=1)
+    objects, files = list_rollouts(store), list_commits(store).files
+    if through >= 0:
+        end = max((file.last for file in files if file.last <= through), default=-1)
+        store.delete([steps.rollouts_key for steps in objects if steps.last <= end])
+        store.delete([key for key in list_keys(store, BATCHES_PREFIX) if parse_step_key(key)[0] <= end])
+        objects, files = ([steps for steps in each if steps.last > end] for each in (objects, files))
+    _delete_left_over(store, objects)
+    written = {(step, steps.epoch) for steps in objects for step in steps.steps}
     left = [file for file in files if any((step, file.epoch) not in written for step in file.steps)]
     if not left:
         return 0
@@ -120,18 +154,43 @@ def compact_rollouts(store: ObjectStore) -> int:
     return num_objects
 
 
-def remove_rows(store: ObjectStore, keep: int) -> int:
-    """Remove the compacted rollouts of all but the newest `keep` steps; returns the number of removed objects.
+def removable_through(store: ObjectStore, keep: int, *, spare: int = 0) -> int:
+    """The last step whose rows `store.keep_rows` may remove; -1 for none.
 
-    Rows after the oldest checkpoint stay, because a start trains them again.
+    A start trains the rows after the newest checkpoint again, and if that is damaged, after the checkpoint before.
+    spare: how many checkpoints before the newest must stay usable. Only checkpoints of counting commits are usable.
     """
-    checkpoints = [step for step, _ in map(parse_step_key, list_keys(store, "checkpoints")) if step > 0]
-    commit_keys = list_commits(store).keys()
-    newest = max((parse_commit_key(key)[0] for key in commit_keys), default=-1)
-    through = min([newest - keep, *checkpoints]) if checkpoints else -1
-    doomed = [steps.rollouts_key for steps in list_rollouts(store) if steps.last <= through]
-    store.delete(doomed)
-    return len(doomed)
+    if not keep:
+        return -1
+    listing = list_commits(store)
+    counted = counting(listing.keys(), read_epochs(store))
+    # Listed twice, because one wrong listing may lack the older checkpoint.
+    keys = {*list_keys(store, "checkpoints"), *list_keys(store, "checkpoints")}
+    complete = {parse_step_key(key) for key in keys if key.endswith(f"/{MANIFEST_FILE}")}
+    usable = sorted(step for step, epoch in complete if step > 0 and counted.get(step) == commit_key(step, epoch))
+    return max(-1, min(max(counted) - keep, usable[-1 - spare])) if len(usable) > spare else -1
+
+
+def _delete_left_over(store: ObjectStore, objects: Sequence[StepRange]) -> None:
+    """Delete the batches that a crash has left beside the object with their rows, if the object has the rows."""
+    keys = list_keys(store, BATCHES_PREFIX)
+    for steps in objects:
+        left_over = {key: step for key in keys for step, epoch in [parse_step_key(key)]
+                     if epoch == steps.epoch and step in steps.steps}  # fmt: skip
+        if not left_over:
+            continue
+        try:
+            compacted = CompactedRollouts(store, steps)
+            for key, step in left_over.items():
+                rows = sum(map(len, from_segment(store.get(key), key)))
+                if compacted.trained(step).num_rows < rows:
+                    raise BrokenRecord(f"{compacted.where} lacks rows of step {step}")
+        except (BrokenRecord, SchemaMismatch, MissingObject) as error:
+            logger.error(
+                "batches of steps %d to %d stay beside their compacted rows: %s", steps.first, steps.last, error
+            )
+            continue
+        store.delete(sorted(left_over))
 
 
 def _parts(commits: Sequence[Commit]) -> Iterator[list[Commit]]:
@@ -164,12 +223,12 @@ def _write(store: ObjectStore, commits: Sequence[Commit], segments: "_Segments")
             if len(rows):
                 writer.write_table(rows, row_group_size=len(rows))
     data = pa.py_buffer(sink.getbuffer())
-    if store.exists(key):  # another process may have written the object and deleted segments in the meantime
-        return False
-    store.put(key, memoryview(data))
     # The batches are deleted only if the rows can be read back.
     if pq.read_table(pa.BufferReader(data), page_checksum_verification=True, use_threads=False).num_rows != num_rows:
         raise BrokenRecord(f"{store.url}/{key}: the rows cannot be read back")
+    if store.exists(key):  # another process may have written the object and deleted segments in the meantime
+        return False
+    store.put(key, memoryview(data))
     store.delete([entry.name for commit in commits for entry in commit.batches])
     return True
 

@@ -175,7 +175,7 @@ def collect(store: ObjectStore, cache: RunCache | None = None) -> RunFacts:
         if key not in cache.steps and (step, commit.epoch) in with_batch:
             try:
                 cache.steps[key] = step_facts(step, read_batch(store, commit))
-            except BrokenRecord as error:  # the figures of one step are no reason to write no report
+            except (BrokenRecord, MissingObject) as error:  # the figures of one step are no reason to write no report
                 logger.warning("the report has no figures of the rollouts of step %d: %s", step, error)
         elif key not in cache.steps and commit.batches:
             missing.append(step)
@@ -205,7 +205,10 @@ def _add_compacted(store: ObjectStore, keys: Mapping[int, str], known: dict[str,
         of_file = {step: commit_key(step, file.epoch) for step in range(file.first, file.last + 1)}
         wanted = {step: key for step, key in of_file.items() if keys.get(step) == key and key not in known}
         if wanted:
-            table = read_rollouts(store, file, [*_COLUMNS, "step", "fate"])
+            try:
+                table = read_rollouts(store, file, [*_COLUMNS, "step", "fate"])
+            except MissingObject:  # store.keep_rows has removed it since the listing
+                continue
             table = table.filter(pc.equal(table["fate"], "trained"))
             starts = np.flatnonzero(np.diff(table["step"].to_numpy(), prepend=-1)).tolist()
             for start, end in itertools.pairwise([*starts, len(table)]):
@@ -217,12 +220,14 @@ def _add_compacted(store: ObjectStore, keys: Mapping[int, str], known: dict[str,
 def read_batch(store: ObjectStore, commit: Commit) -> list[TrainedRollout]:
     """The rows of a step in training order. Raises BrokenRecord, or SchemaMismatch for the batch of another release,
     MissingObject if the rows were removed."""
-    if commit.batches and not store.exists(commit.batches[0].name):
-        return _rows(commit.step, pa.Table.from_batches(TrainedRows(store).batches(commit)))
     rows: list[TrainedRollout] = []
     for entry in commit.batches:
         try:
-            with pa.ipc.open_file(pa.BufferReader(store.get(entry.name)), options=_ONE_THREAD) as reader:
+            data = store.get(entry.name)
+        except MissingObject:  # compacted
+            return _rows(commit.step, pa.Table.from_batches(TrainedRows(store).batches(commit)))
+        try:
+            with pa.ipc.open_file(pa.BufferReader(data), options=_ONE_THREAD) as reader:
                 table = reader.read_all()
         except (pa.ArrowException, OSError) as error:
             raise BrokenRecord(f"{store.url}/{entry.name} is damaged: {str(error).splitlines()[0]}") from None

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data.codec import decode_batch, from_segment
-from pipelinerl_core.data.compaction import list_rollouts, read_rollouts
+from pipelinerl_core.data.compaction import list_rollouts, read_rollouts, removable_through
 from pipelinerl_core.data.trained import TrainedRows
 from pipelinerl_core.errors import BrokenRecord, ChecksumMismatch, MissingObject, SchemaMismatch, StoreUnavailable
 from pipelinerl_core.interfaces import ObjectStore
@@ -82,6 +82,8 @@ class Audit:
         self.num_removed_steps = 0
         self._removed_through = -1
         """The last step whose rows `store.keep_rows` may have removed."""
+        self._samples: float | None = None
+        """Rows trained until the last commit that was read, where the commit says."""
         self._counts_all_rows = True
         """Whether the classes of tokens in the ledger can be compared: the rows of all steps are there, and one hub
         has counted."""
@@ -94,8 +96,7 @@ class Audit:
             self._problem(str(error))
             commits = read_commits(self._store)
         keys, epochs = commits.keys_by_step, commits.epochs
-        if keep := self._config.store.keep_rows:
-            self._removed_through = max(keys, default=-1) - keep
+        self._removed_through = removable_through(self._store, self._config.store.keep_rows)
         self._counts_all_rows = sum(record.role == "hub" for record in epochs) <= 1
         self._check_lineage(epochs, keys)
         last = None
@@ -160,6 +161,7 @@ class Audit:
         self._check_tokens(step, commit)
         rows = self._rows(commit)
         self._check_fates(step, commit, rows)
+        self._check_number(step, commit, rows)
         for row in rows or ():
             self._check_versions(step, row)
         self._check_weights(step, commit)
@@ -190,6 +192,14 @@ class Audit:
                     f"commit {step}: the ledger has {tokens[name]} tokens {name}, the earlier batches have "
                     f"{self._found[name]}"
                 )
+
+    def _check_number(self, step: int, commit: Commit, rows: Sequence[TrainingRow] | None) -> None:
+        """Compare the number of rows with the totals of this commit and of the commit before."""
+        before, self._samples = self._samples, commit.metrics.get("progress/samples", 0.0 if step == 0 else None)
+        if rows and before is not None and self._samples is not None and len(rows) != self._samples - before:
+            self._problem(
+                f"commit {step}: {len(rows)} rows are there, {self._samples - before:.0f} rows were trained"
+            )
 
     def _count(self, step: int, rows: Sequence[TrainingRow]) -> Counter[GroupKey]:
         """Add the rows of a step to the totals; returns the tokens of each group."""

@@ -54,36 +54,44 @@ class Meeting:
     and connect on a thread, while they generate.
     """
 
-    def __init__(self, host: str, world_size: int, deadline: timedelta) -> None:
+    def __init__(self, world_size: int, deadline: timedelta) -> None:
+        # The server listens on all addresses; this process reaches it by loopback, whatever address the others use.
         self.store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-            host, 0, world_size, is_master=True, wait_for_workers=False, timeout=deadline
+            "127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False, timeout=deadline
         )
         self.port: int = self.store.port
         self.world_size = world_size
         self.deadline = deadline
 
-    def wait(self, is_closed: threading.Event) -> None:
-        """Wait until every receiver is there, and let all connect.
+    def wait(self, state: Literal["here", "joined"], is_closed: threading.Event) -> None:
+        """Wait until every receiver is in a state.
 
         Raises MembersMissing after the deadline, BroadcastError if `is_closed` is set before.
         """
         deadline = time.monotonic() + self.deadline.total_seconds()
-        while missing := self._without("here"):
+        while missing := self._without(state):
             if is_closed.wait(_POLL_SECONDS):
                 raise BroadcastError("the group was closed")
             if time.monotonic() > deadline:
-                raise MembersMissing(missing, f"not there within {self.deadline.total_seconds():g} s")
+                raise MembersMissing(missing, f"not {state} within {self.deadline.total_seconds():g} s")
+
+    def go(self) -> None:
+        """Let all members connect."""
         self.store.set(GO, "")
 
     def silent(self) -> list[int]:
-        """After connecting has failed: the ranks that do not say that they failed, too."""
+        """After connecting has failed: the ranks that say neither that they joined nor that they failed, too."""
         deadline = time.monotonic() + _FAILED_SECONDS
-        while (silent := self._without("failed")) and time.monotonic() < deadline:
+        while (silent := self._without("joined", "failed")) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         return silent
 
-    def _without(self, state: Literal["here", "failed"]) -> list[int]:
-        return [rank for rank in range(1, self.world_size) if not self.store.check([member_key(state, rank)])]
+    def _without(self, *states: Literal["here", "joined", "failed"]) -> list[int]:
+        return [
+            rank
+            for rank in range(1, self.world_size)
+            if not any(self.store.check([member_key(state, rank)]) for state in states)
+        ]
 
 
 class MembersMissing(BroadcastError):
@@ -262,15 +270,16 @@ class WeightBroadcaster:
         sender = self._sender
         if sender is not None:
             sender.close()
+        deadline = time.monotonic() + _THREAD_END_SECONDS
         for thread in self._threads:
-            thread.join(_THREAD_END_SECONDS)
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._threads = []  # a thread that is stuck in NCCL is not waited for again
         self._group = self._sender = None
 
     def _open(self, actors: list[str], layout: tuple[TensorMeta, ...]) -> None:
         self._number += 1
         world_size = 1 + self._workers * len(actors)
-        meeting = Meeting(self._host, world_size, timedelta(seconds=self._deadline_seconds))
+        meeting = Meeting(world_size, timedelta(seconds=self._deadline_seconds))
         sender: Sender = NcclSender() if self._on_gpu else GlooSender()
         group = BroadcastGroup(
             number=self._number,
@@ -310,12 +319,15 @@ class WeightBroadcaster:
     ) -> None:
         """Runs on a separate thread; the events belong to this group, which a newer group may have replaced."""
         try:
-            meeting.wait(is_closed)
+            meeting.wait("here", is_closed)
+            meeting.go()
             sender.connect(meeting)
+            meeting.wait("joined", is_closed)
         except Exception as error:  # noqa: BLE001 - after any failure there is no group
             ranks = error.ranks if isinstance(error, MembersMissing) else []
             names = "".join(f"{actor}: " for actor in sorted({group.actor_of(rank) for rank in ranks}))
             logger.warning("broadcast group %d not connected: %s%s", group.number, names, error)
+            sender.close()  # `close` may have been called while the sender connected
             has_failed.set()
             return
         is_connected.set()

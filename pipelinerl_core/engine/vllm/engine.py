@@ -15,13 +15,15 @@ import math
 import time
 from collections.abc import Iterable
 
+import torch
+
 from pipelinerl_core.engine.concurrency_limit import ConcurrencyLimit, KVLoad
 from pipelinerl_core.engine.queued import KVPolicy, QueuedEngine
 from pipelinerl_core.engine.vllm.core import CoreDied, CoreOutput, VLLMCore
 from pipelinerl_core.engine.vllm.keeper import CoreKeeper
 from pipelinerl_core.engine.vllm.sequence import VLLMSequence
 from pipelinerl_core.engine.vllm.weights import StagedWeights
-from pipelinerl_core.errors import EngineError
+from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import BroadcastGroup, WeightUpdate
 from pipelinerl_core.types import (
     Completion,
@@ -78,7 +80,15 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
         return self._keeper.needs_weights
 
     async def join(self, group: BroadcastGroup, first_rank: int) -> None:
-        """See `interfaces.BroadcastReceiver`."""
+        """See `interfaces.BroadcastReceiver`. Raises EngineError if the model has other weights than the group."""
+        layout = {
+            meta.name: torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta")
+            for meta in group.layout
+        }
+        try:
+            await asyncio.to_thread(self._staged.check_layout, layout)
+        except SwapError as error:
+            raise EngineError(f"broadcast group {group.number}: {error}") from error
         await self._keeper.join(group, first_rank)
 
     async def open(self) -> None:
@@ -93,7 +103,7 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
         async with self._swap_lock:
             self._check_version(update.version)
             if update.group == 0:
-                self._staged.check(update.tensors, is_partial=update.is_partial)
+                await asyncio.to_thread(self._staged.check, update.tensors, is_partial=update.is_partial)
             if self._kv == "drain":
                 await self._drain()
             num_running = 0

@@ -17,7 +17,7 @@ from pipelinerl_core.errors import EngineError
 
 
 class FileNames:
-    """Converts weights of one model directory, a tensor at a time, in most cases to views."""
+    """Converts weights of one model directory, a tensor at a time."""
 
     def __init__(self, model: Path, known: Collection[str]) -> None:
         """known: names that need no conversion: those in the files."""

@@ -5,6 +5,7 @@ module verifies nothing: an update that fails half-way leaves the engine core wi
 have checked names, shapes and checksum before.
 """
 
+import contextlib
 import functools
 import os
 import threading
@@ -77,6 +78,7 @@ class Membership:
         self._gloo: Any = None
         self._nccl: Any = None
         self._error: Exception | None = None
+        self._is_left = False
         self._thread = threading.Thread(target=self._join, name="join-group", daemon=True)
         self._thread.start()
 
@@ -95,10 +97,14 @@ class Membership:
                 else:
                     self._gloo = dist.ProcessGroupGloo(store, self._rank, init.world_size, deadline)
             except Exception:
-                store.set(member_key("failed", self._rank), "")
+                with contextlib.suppress(RuntimeError):  # the trainer has given the group up
+                    store.set(member_key("failed", self._rank), "")
                 raise
+            store.set(member_key("joined", self._rank), "")
         except Exception as error:  # noqa: BLE001 - told by the first broadcast, which the trainer then never sends
             self._error = error
+        if self._is_left:
+            self.leave()
 
     def receive(self, update: Update) -> None:
         """Receive a broadcast into the model. Raises RuntimeError if the worker has not joined."""
@@ -109,7 +115,8 @@ class Membership:
             names, dtypes, shapes = update.names, update.dtype_names, update.shapes
             self._nccl.receive_weights(NCCLWeightTransferUpdateInfo(names=names, dtype_names=dtypes, shapes=shapes))
         else:
-            raise RuntimeError(f"a broadcast was announced to a worker that could not join its group: {self._error}")
+            reason = self._error or "it still waits"
+            raise RuntimeError(f"the worker has not joined the group of the broadcast: {reason}")
 
     def _tensors(self, update: Update) -> Iterator[tuple[str, torch.Tensor]]:
         """Each tensor as it arrives over gloo, from weights.broadcast.GlooSender."""
@@ -119,7 +126,8 @@ class Membership:
             yield name, tensor
 
     def leave(self) -> None:
-        """Free sockets and communicator."""
+        """Free sockets and communicator, at once or when the join has ended."""
+        self._is_left = True
         self._gloo = None
         nccl, self._nccl = self._nccl, None
         if nccl is not None:

@@ -37,6 +37,8 @@ class StagedWeights:
         self._model = Path(model)
         self._shapes = file_shapes(self._model)
         self._tied = _tied_names(self._model, self._shapes)
+        self._accepted: tuple[object, ...] = ()
+        """Names, shapes and types of the last update that passed."""
         self._names = FileNames(self._model, self._shapes.keys() | self._tied.keys())
         if directory is None:
             memory = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
@@ -57,7 +59,21 @@ class StagedWeights:
         For tied weights (an embedding that is also the head) one of the two names is enough. A weight may have the
         name and shape of the learner instead of those in the files.
         """
-        tensors = dict(self._names.converted(tensors.items()))
+        for alias, name in self._tied.items():
+            if alias in tensors and name in tensors and not torch.equal(tensors[alias], tensors[name]):
+                raise SwapError(f"{name!r} and {alias!r} are tied in this model but differ in the update")
+        self.check_layout({name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()},
+                          is_partial=is_partial)  # fmt: skip
+
+    def check_layout(self, tensors: Mapping[str, Tensor], *, is_partial: bool = False) -> None:
+        """As `check`, of tensors without values (device "meta")."""
+        layout = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
+        if layout == self._accepted and not is_partial:
+            return
+        try:
+            tensors = dict(self._names.converted(tensors.items()))
+        except Exception as error:
+            raise SwapError(f"the update cannot be converted to the form of the model's files: {error}") from error
         for name, tensor in tensors.items():
             if name not in self._shapes and name not in self._tied:
                 unknown = sorted(set(tensors) - set(self._shapes) - set(self._tied))
@@ -74,9 +90,8 @@ class StagedWeights:
         lacking = sorted(set(self._shapes) - given)
         if lacking and not is_partial:
             raise SwapError(f"the update lacks {lacking[0]!r}; it has {len(given)} of {len(self._shapes)} weights")
-        for alias, name in self._tied.items():
-            if alias in tensors and name in tensors and not torch.equal(tensors[alias], tensors[name]):
-                raise SwapError(f"{name!r} and {alias!r} are tied in this model but differ in the update")
+        if not is_partial:
+            self._accepted = layout
 
     def stage(self, update: WeightUpdate) -> Path:
         """Put an update into a file that every worker of this host can read; returns the file.
@@ -95,7 +110,8 @@ class StagedWeights:
                     self._staged = path, update.tensors
                     return path
                 path.unlink()
-        tensors = {self._tied.get(name, name): tensor.contiguous() for name, tensor in update.tensors.items()}
+        given = self._names.converted(update.tensors.items()) if update.is_partial else update.tensors.items()
+        tensors = {self._tied.get(name, name): tensor.contiguous() for name, tensor in given}
         with contextlib.ExitStack() as files:
             if update.is_partial:
                 tensors = self._loaded(files, leave_out=tensors) | tensors

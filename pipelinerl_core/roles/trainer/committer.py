@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pipelinerl_core.channel.refusals import error_of
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.data.compaction import compact_rollouts, remove_rows
+from pipelinerl_core.data.compaction import compact_rollouts
 from pipelinerl_core.errors import DeadlineExceeded, PipelineRLError, RunOver, StoreError
 from pipelinerl_core.interfaces import Learner, ObjectStore
 from pipelinerl_core.messages import ActorSample, Committed, LedgerSnapshot, Refused, Reserved
@@ -247,9 +247,7 @@ class Committer:
         """Compact old commits and rollouts, on a thread of its own: no step waits for the requests."""
         try:
             compact_commits(self._store)
-            compact_rollouts(self._store)
-            if keep := self._config.store.keep_rows:
-                remove_rows(self._store, keep)
+            compact_rollouts(self._store, self._config.store.keep_rows)
         except Exception as error:  # the result of this thread has no reader
             is_known = isinstance(error, StoreError)
             logger.warning("old commits or rollouts are not compacted, the trainer tries again later: %s",

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipelinerl_core.run.records import batch_key, commit_key, epoch_key, rollout_key
+from pipelinerl_core.run.records import batch_key, checkpoint_prefix, commit_key, epoch_key, rollout_key
 from pipelinerl_core.tools.audit import Audit, lines
 from pipelinerl_core.types import TurnSpan, WeightSpan
 from tests.builders import put_epoch
@@ -104,16 +104,31 @@ def test_each_fault_is_named(store, fault):
 
 
 def test_rows_that_the_run_does_not_keep_are_counted_and_not_missed(store):
-    keeps = CONFIG.model_copy(update={"store": CONFIG.store.model_copy(update={"keep_rows": 2})})
-    assert Audit(store, keeps).run().document["removed_steps"] == 0
+    keeps = CONFIG.model_copy(update={"store": CONFIG.store.model_copy(update={"keep_rows": 1})})
+
+    def audit():
+        return Audit(store, keeps).run().document
+
+    assert audit()["removed_steps"] == 0
     store.delete([batch_key(1, EPOCH, rank=0)])
-    document = Audit(store, keeps).run().document
+    for key in store.list("checkpoints"):  # without a checkpoint, a start needs all rows
+        store.put(key.replace("checkpoints/", "elsewhere/"), store.get(key))
+        store.delete([key])
+    assert any("batches/00000001.2/0000.arrow" in text for text in audit()["problems"])
+    store.put(f"{checkpoint_prefix(1, EPOCH)}/manifest.json", b"{}")
+    document = audit()
     assert (document["problems"], document["removed_steps"]) == ([], 1)
     assert "rows of 1 steps were removed, as store.keep_rows says: not checked" in lines(document)
-    change(store, 1, fates=(*fates(1), fates(2)[0]))  # the fates of removed rows are still checked
-    assert problems(store)
-    store.delete([batch_key(2, EPOCH, rank=0)])  # a step that the run keeps
-    assert any("batches/00000002.2/0000.arrow" in text for text in Audit(store, keeps).run().problems)
+    store.delete([batch_key(2, EPOCH, rank=0)])  # a start trains step 2 again
+    assert any("batches/00000002.2/0000.arrow" in text for text in audit()["problems"])
+
+
+def test_a_row_that_is_missing_in_a_batch_is_named(store):
+    for step in range(4):
+        change(store, step, metrics={"progress/samples": 4.0 * step})
+    assert problems(store) == []
+    put_rows(store, 2, rows_of(2)[:3])  # its group still has a row
+    assert any("commit 2: 3 rows are there, 4 rows were trained" in text for text in problems(store))
 
 
 DAMAGES = {

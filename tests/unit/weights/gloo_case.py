@@ -14,7 +14,7 @@ from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.roles.trainer.broadcasting import BroadcastPublisher
 from pipelinerl_core.weights.publish import WeightPublisher
 
-JOIN_POINTS = ("before", "here", "go")
+JOIN_POINTS = ("before", "here", "go", "connected")
 
 
 def connect(
@@ -29,10 +29,13 @@ def connect(
     store.wait([GO], deadline)
     at("go")
     try:
-        return dist.ProcessGroupGloo(store, rank, group.world_size, deadline)
+        collective = dist.ProcessGroupGloo(store, rank, group.world_size, deadline)
     except RuntimeError:
         store.set(member_key("failed", rank), "")
         raise
+    at("connected")
+    store.set(member_key("joined", rank), "")
+    return collective
 
 
 def join_until(group: BroadcastGroup, rank: int, point: str, how: str) -> None:

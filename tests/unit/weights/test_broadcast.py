@@ -310,7 +310,7 @@ def test_a_group_that_never_met_does_not_end_the_next_group(make, store, monkeyp
             self.may_fail = threading.Event()
             meetings.append(self)
 
-        def wait(self, is_closed):
+        def wait(self, state, is_closed):
             assert self.may_fail.wait(60)
             raise BroadcastError("its members did not come")
 

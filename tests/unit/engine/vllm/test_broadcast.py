@@ -11,7 +11,7 @@ import torch
 
 from pipelinerl_core.engine.vllm.core import CoreLoad, CoreOutput
 from pipelinerl_core.engine.vllm.engine import VLLMEngine
-from pipelinerl_core.errors import SwapError
+from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import BroadcastGroup, TensorMeta, WeightUpdate
 from pipelinerl_core.roles.actor.broadcast_subscriber import BroadcastSubscriber
 from pipelinerl_core.types import EngineRequest, FinishReason, Sampler, WeightSpan
@@ -75,6 +75,9 @@ class Staged:
     current = None
 
     def check(self, tensors, *, is_partial):
+        pass
+
+    def check_layout(self, tensors):
         pass
 
     def stage(self, update):
@@ -219,6 +222,21 @@ def group(number):
         number=number, host="", port=0, nccl_id="", world_size=2, first_ranks={"a": 1}, deadline_seconds=1.0,
         layout=(TensorMeta("w", "float32", (3,)),),
     )  # fmt: skip
+
+
+async def test_a_group_that_sends_other_weights_is_not_joined_and_costs_no_core():
+    class OfAnotherModel(Staged):
+        def check_layout(self, tensors):
+            assert {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} == {"w": ((3,), torch.float32)}
+            raise SwapError("no weight of this model")
+
+    core = LonelyCore()
+    engine = VLLMEngine(core, OfAnotherModel(), slots=2, max_len=8, vocab_size=8, eos_token_ids=())
+    await engine.open()
+    with pytest.raises(EngineError, match="broadcast group 7: no weight of this model"):
+        await engine.join(group(7), 1)
+    assert (engine.group, core.num_starts, core.collective) == (0, 0, None)
+    await engine.close()
 
 
 async def test_each_group_is_counted_from_its_first_broadcast_on():

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from dataclasses import replace
 
 import pytest
 import torch
@@ -206,6 +207,9 @@ def test_weights_with_the_names_of_the_learner_are_those_of_the_files(tmp_path, 
     converted = dict(FileNames(tmp_path / "model", saved.keys()).converted(load_file(path).items()))
     torch.testing.assert_close(converted, saved, rtol=0, atol=0)
     name = next(name for name in tensors if name not in saved)
+    partial = staged.stage(replace(update({name: tensors[name] + 1}, version=2), is_partial=True))
+    changed = FileNames(tmp_path / "model", saved.keys()).converted([(name, tensors[name] + 1)])
+    torch.testing.assert_close(load_file(partial), saved | dict(changed), rtol=0, atol=0)
     with pytest.raises(SwapError, match="the update is torch"):
         staged.check(tensors | {name: tensors[name][..., :-1]})
     with pytest.raises(SwapError, match="the update lacks"):
