@@ -200,7 +200,7 @@ class TransferEngine(WeightTransferEngine[GroupInit, Update]):  # type: ignore[m
         """Finish the layers that wait for tensors of other layers."""
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
-            _repack_heads(self.model)
+            _repack(self.model)
 
     def shutdown(self) -> None:
         """Leave the broadcast group."""
@@ -209,15 +209,19 @@ class TransferEngine(WeightTransferEngine[GroupInit, Update]):  # type: ignore[m
             membership.leave()
 
 
-def _repack_heads(model: torch.nn.Module) -> None:
-    """Repack the weights of the heads again; on a CPU a head computes with a repacked copy of its weight.
+def _repack(model: torch.nn.Module) -> None:
+    """Repack the weights of heads and experts again, which the layerwise reload does not do on a CPU.
 
-    The layerwise reload skips a head that is tied to the embedding, because the head's weight is the embedding's.
-    Without this function the repacked copy would silently keep the old version.
+    A head computes with a repacked copy of its weight; the reload skips a head that is tied to the embedding, because
+    the head's weight is the embedding's. Experts are repacked in place at the first load only. Without this function
+    tokens would silently be sampled with the old head, and with experts that are read in the wrong order.
     """
     for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
         if isinstance(layer, ParallelLMHead):
             layer.quant_method.process_weights_after_loading(layer)
+        elif (kernel := getattr(method, "moe_kernel", None)) is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def _tensors(path: str, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
