@@ -263,6 +263,9 @@ class SupervisedChild(ABC, Generic[R]):
         except TimeoutError:
             process.kill()
             await process.wait()
+        # asyncio closes the output only at its end, and a process that the child has left may hold it open.
+        transport: asyncio.SubprocessTransport = process._transport  # type: ignore[attr-defined]
+        transport.close()
 
     async def _start_failed(self, exit_code: int | None, reason: str) -> None:
         """Fail all requests if the next child would fail in the same way, or if too many starts have failed."""

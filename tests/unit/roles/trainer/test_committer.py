@@ -298,7 +298,7 @@ def test_old_commits_are_compacted_while_the_trainer_goes_on_and_after_a_start(s
 
 @pytest.mark.parametrize("error", [StoreError("no answer"), OSError("disk"), MemoryError(), ValueError("rows")])
 def test_whatever_ends_a_compaction_is_in_the_log(store, monkeypatch, caplog, error):
-    def fail(store):
+    def fail(store, keep):
         raise error
 
     monkeypatch.setattr("pipelinerl_core.roles.trainer.committer.compact_rollouts", fail)
