@@ -165,7 +165,7 @@ class BroadcastReceiver(Protocol):
     """An engine that can receive weights from the trainer's memory, without a file."""
 
     async def join(self, group: BroadcastGroup, first_rank: int) -> None:
-        """Begin to join a broadcast group, while sampling goes on; the first broadcast waits for the end of the join.
+        """Start to join a broadcast group. Sampling continues; the first broadcast waits until the join has ended.
 
         After an EngineError `group` is 0.
 

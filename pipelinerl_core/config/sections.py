@@ -240,8 +240,8 @@ class StoreConfig(Section):
     on a local disk, 5 s on object storage."""
 
     keep_rows: int = Field(0, ge=0)
-    """Steps, newest first, whose rollouts stay in the store; 0: all. Older rows are removed, at least those before
-    the oldest checkpoint: then their steps can neither be replayed nor checked by the audit. Set for long runs."""
+    """Steps, newest first, whose rollouts stay in the store; 0: all. The trainer removes older rows that no start
+    needs; their steps can then neither be replayed nor checked by the audit. Set for long runs."""
 
     def log_seconds(self, url: str) -> float:
         """Seconds between two writes of the log of open groups in the store at a URL; 0: no log."""

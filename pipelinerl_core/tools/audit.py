@@ -277,6 +277,8 @@ class Audit:
         try:
             return [row for batch in self._trained.batches(commit) for row in decode_batch(batch)]
         except MissingObject as error:
+            if commit.step > self._removed_through:  # of a live run, more rows may have been removed meanwhile
+                self._removed_through = removable_through(self._store, self._config.store.keep_rows)
             if commit.step <= self._removed_through:
                 self.num_removed_steps += 1
                 return None

@@ -74,6 +74,8 @@ class Meeting:
                 raise BroadcastError("the group was closed")
             if time.monotonic() > deadline:
                 raise MembersMissing(missing, f"not {state} within {self.deadline.total_seconds():g} s")
+        if is_closed.is_set():
+            raise BroadcastError("the group was closed")
 
     def go(self) -> None:
         """Let all members connect."""

@@ -209,7 +209,7 @@ def test_weights_come_from_the_trainers_memory_and_from_a_file_when_they_are_los
         tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=180))) for i in range(6)]
         assert broadcaster.ensure_group({"actor-0": engine.group}, tensors) is False
         group = read_group(store, broadcaster.number)
-        await engine.join(dataclasses.replace(group, port=1, deadline_seconds=30), 1)  # nobody is there
+        await engine.join(dataclasses.replace(group, port=1, deadline_seconds=30), 1)  # no store listens on the port
         await sampled(engine, 30)
         await engine.join(group, group.first_ranks["actor-0"])
         await until(

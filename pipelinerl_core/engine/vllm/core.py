@@ -233,7 +233,7 @@ class VLLMCore:
         await self._call(self.llm.resume_generation())
 
     async def join(self, group: BroadcastGroup, first_rank: int) -> None:
-        """Let every worker begin to join a broadcast group, on a thread; generation goes on."""
+        """Make every worker join a broadcast group on a thread. Returns at once; the workers continue to generate."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         info = {
