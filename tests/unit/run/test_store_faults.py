@@ -17,9 +17,10 @@ import pyarrow.compute as pc
 import pytest
 import torch
 
-from pipelinerl_core.data.codec import decode_batch, encode_rollouts, from_segment, to_segment
+from pipelinerl_core.data.codec import decode_batch, encode_rollouts, to_segment
 from pipelinerl_core.data.compaction import compact_rollouts, list_rollouts, read_rollouts
 from pipelinerl_core.data.segments import SegmentReader
+from pipelinerl_core.data.trained import TrainedRows
 from pipelinerl_core.errors import Fenced, PipelineRLError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import FateRecord
@@ -183,11 +184,11 @@ class Kept(NamedTuple):
 
 def kept(store: ObjectStore) -> Kept:
     commits = read_commits(store)
+    trained_rows = TrainedRows(store)
     rows = {
         (commit.step, row.rollout.group_id, row.advantage)
         for commit in commits.values()
-        for entry in commit.batches
-        for batch in from_segment(store.get(entry.name), entry.name)
+        for batch in trained_rows.batches(commit)
         for row in decode_batch(batch)
     }
     reader = SegmentReader(store)
