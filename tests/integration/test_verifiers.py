@@ -100,6 +100,16 @@ def test_a_harness_of_the_taskset_calls_its_tool():
     assert [(message["role"], message["content"]) for message in second] == [("tool", "[1, 1]")]
 
 
+def test_a_harness_of_the_library_calls_a_tool_server():
+    call = Reply(text="x", content="", num_tokens=3, tool_calls=(ToolCall("records_lookup", {"record": 1}),))
+    right, wrong = ScriptedHost(call, "the sum is 2"), ScriptedHost("5")
+    limits = ("environment.call_seconds=120", "environment.episode_seconds=120")
+    assert played("record_tools", (0, right), (1, wrong), overrides=("environment.harness=null", *limits)) == [1, 0]
+    ((_, tools), (second, _)) = right.asked
+    assert tools[0]["function"]["description"] == "The numbers of a record."
+    assert [(message["role"], message["content"]) for message in second] == [("tool", "[1, 1]")]
+
+
 def test_a_game_that_the_library_ships(work, monkeypatch):
     words = work / "data" / "corpora" / "words"
     words.mkdir(parents=True)

@@ -122,6 +122,9 @@ async def play(env: Any, task: Any) -> dict[str, Any]:
 
 def main() -> None:
     """Play the task on stdin and send its reward."""
+    # Tool servers import the module of the taskset; harnesses start uv, which may be installed beside the library.
+    os.environ["PYTHONPATH"] = os.getcwd()
+    os.environ["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
     env, tasks = LOADED
     body = asyncio.run(play(env, tasks[json.load(sys.stdin)["index"]]))
     key = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}

@@ -53,7 +53,7 @@ class ScriptedHost:
 
 
 def configured(path, *overrides):
-    return load_config("quickstart", [f"environment.path={path}", *overrides])
+    return load_config("quickstart", [*([f"environment.path={path}"] if path else []), *overrides])
 
 
 def run(code, work, *overrides, path="my_env.py:Env"):
