@@ -78,6 +78,12 @@ def stored_code(run: RunContext, name: str = "") -> str | None:
     return code
 
 
+def stored_files(run: RunContext) -> dict[str, str]:
+    """FILE.py:NAME, as the configuration names it -> the text that the run uses. Raises ChecksumMismatch."""
+    files = {location: stored_code(run, name) for name, (_, location) in _locations(run.config).items()}
+    return {location: code for location, code in files.items() if code is not None}
+
+
 def warn_of_changed_code(run: RunContext) -> None:
     """Log one line for each local file of the user that differs from the copy that the run uses, and for each package
     of another version."""

@@ -13,18 +13,28 @@ from pipelinerl_core.models.hub import is_hub_model
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.records import EXPORT_ORIGIN
+from pipelinerl_core.run.user_code import stored_files
 
-CARD, SETTINGS = "README.md", "pipelinerl.toml"
+CARD, SETTINGS, CODE = "README.md", "pipelinerl.toml", "code"
 _ROWS = 10
 """Rows of the table of training rewards at most."""
 
 
 def write_card(run: RunContext, version: int, base: Path, directory: Path) -> None:
-    """Write CARD and SETTINGS into the directory of an exported version.
+    """Write CARD, SETTINGS and copies of the user's files into the directory of an exported version.
 
     base: directory of the starting model, whose card names its licence.
     """
-    (directory / SETTINGS).write_text(as_toml(run.config), encoding="utf-8")
+    settings = as_toml(run.config)
+    for location, code in stored_files(run).items():
+        path, _, name = location.rpartition(":")
+        copy = Path(CODE, Path(path).name)
+        if (directory / copy).exists():  # two files of this name
+            copy = Path(CODE, f"{len(list((directory / CODE).iterdir()))}_{Path(path).name}")
+        (directory / CODE).mkdir(exist_ok=True)
+        (directory / copy).write_text(code, encoding="utf-8")
+        settings = settings.replace(f'"{location}"', f'"{copy}:{name}"')
+    (directory / SETTINGS).write_text(settings, encoding="utf-8")
     (directory / CARD).write_text("\n".join(_lines(run, version, base)) + "\n", encoding="utf-8")
 
 
@@ -52,7 +62,7 @@ def _lines(run: RunContext, version: int, base: Path) -> Iterator[str]:
     yield f"    pipelinerl train {SETTINGS}      # pipelinerl {run.record.code_version or __version__}"
     yield ""
     yield f"This is version {version} of run `{run.run_id}`."
-    yield f"Rows, reward function and base must be where `{SETTINGS}` names them."
+    yield f"Run the command in this directory, with rows and base where `{SETTINGS}` names them."
 
 
 def _results(run: RunContext, version: int) -> Iterator[str]:

@@ -17,6 +17,7 @@ from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import read_commit, take_epoch
 from pipelinerl_core.run.records import RUN_KEY, RunRecord
+from pipelinerl_core.run.user_code import local_code, read_local, store_code
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tools.export import export
 from pipelinerl_core.weights.base import BaseWeights
@@ -70,6 +71,24 @@ def test_the_card_names_base_licence_data_reward_and_how_to_train_again(run, tmp
     assert "* **Rows**: `sums`; **reward**: `sums`" in card
     assert "| 2 | 0.200 |" in card
     assert load_config(str(tmp_path / "exported" / "pipelinerl.toml")) == open_run(run).config
+
+
+def test_an_export_has_the_files_of_the_user_and_settings_that_name_them(run, tmp_path, monkeypatch):
+    reward, loss = tmp_path / "mine.py", tmp_path / "losses" / "mine.py"
+    loss.parent.mkdir()
+    reward.write_text("def score(text, row):\n    return 1.0\n")
+    loss.write_text("def surrogate(batch):\n    return batch.logprobs\n")
+    own = [f"reward.function={reward}:score", f"loss.function={loss}:surrogate"]
+    config = load_config("quickstart", [f"model.path={tmp_path / 'start'}", "loss.kind=custom", *own])
+    store = open_store(run)
+    put_run(store, run_id="one", config=config, code=store_code(store, config))
+    reward.unlink()
+    export(run, tmp_path / "exported")
+    monkeypatch.chdir(tmp_path / "exported")
+    settings = load_config("pipelinerl.toml")
+    assert [local_code(settings), read_local("loss.function", settings.loss.own_functions["loss.function"])] == [
+        "def score(text, row):\n    return 1.0\n", loss.read_text(),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("version", "value"), [("last", 2.0), pytest.param("0", 0.0, marks=pytest.mark.slow)])
