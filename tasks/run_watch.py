@@ -4,8 +4,9 @@ After each reading, the watch pauses for at least 50 times the duration of the r
 """
 
 import logging
+import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 from uuid import UUID
@@ -43,8 +44,9 @@ from pipelinerl_core.run.locate import plain_name
 from pipelinerl_core.run.mlflow_run import RunTracker
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import REPORT_HTML_KEY, REPORT_JSON_KEY, Commit, RoleRecord, role_key
-from pipelinerl_core.supervision.role_logs import digest_rows
+from pipelinerl_core.supervision.role_logs import digest_rows, log_of_failure, tail
 from pipelinerl_core.telemetry.mlflow import Status
+from pipelinerl_core.telemetry.redact import redact_text
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,8 @@ STALL_SECONDS = 1200.0
 
 After a start, the trainer may train many steps again while the actors wait; each of these steps counts as progress.
 """
+FAILURE_LINES = 20
+"""Lines of a role's log in the artifact of a failure."""
 TABLE_VERSIONS = 50
 """Newest weight versions in the table artifact; weights.parquet has all versions."""
 
@@ -86,6 +90,7 @@ class RunWatch:
         self._has_warned = False
         self._table_at = -TABLE_SECONDS
         self._table_rows = 0
+        self._is_linked = False
         self._progress: UUID | None = None
         self._progress_at = -PROGRESS_SECONDS
         self._next_reading = 0.0
@@ -108,6 +113,8 @@ class RunWatch:
         _quietly("rollout table", lambda: self._write_table(TABLE_BATCHES if was_stopped else MAX_STEPS))
         self._view.__exit__(kind, error, trace)
         _quietly("table of logs", self._show_logs)
+        if isinstance(error, Exception):
+            _quietly("artifact of the failure", lambda: self._show_failure(error))
         status: Status = "KILLED" if was_stopped else "FAILED" if kind else "FINISHED"
         _quietly("end of the MLflow run", lambda: self._tracker.close(status, self._log_rest), self._repeat)
 
@@ -137,6 +144,7 @@ class RunWatch:
         if time.monotonic() - self._progress_at >= PROGRESS_SECONDS:
             self._progress_at = time.monotonic()
             _quietly("progress artifact", self._show_progress)
+            _quietly("link to the metrics", self._show_link)
             _quietly("alarm", lambda: self._alarms.check(self.commits))
             stored = self._follower.run.config
             _quietly("alarm", lambda: self._alarms.check_parts(stored, self._follower.last))
@@ -147,7 +155,7 @@ class RunWatch:
             self._read()
 
     def finish(self, report: Mapping[str, Any] | None) -> None:
-        """Read the remaining objects and make the artifacts: progress, weight versions, report, link to MLflow.
+        """Read the remaining objects and make the artifacts: progress, weight versions, report, link to the metrics.
 
         Raises nothing. report: None if it could not be written.
         """
@@ -243,8 +251,27 @@ class RunWatch:
         if rows:
             self._table_artifact("logs", rows, "logs of the roles of this host")
 
+    def _show_failure(self, error: Exception) -> None:
+        """Make an artifact: what failed, the command that continues the run, and the last lines of a role's log."""
+        steps = f"{max(0, self.committed_step)} of {self._run.config.trainer.steps} steps are committed"
+        resume = f"pipelinerl resume {self._run.run_id}"
+        lines = [
+            f"# {self._run.run_id} has failed",
+            _verbatim([redact_text(str(error)) or type(error).__name__]),
+            f"{steps}. After the cause is removed, Retry or `{resume}` continues the run.",
+        ]
+        directory = log_directory(self._run.store.url, self._run.run_id)
+        if log := log_of_failure(directory, str(error)):
+            lines += [f"The last lines of `{log}` on host {socket.gethostname()}:"]
+            lines += [_verbatim([redact_text(line) for line in tail(log, FAILURE_LINES)])]
+        create_markdown_artifact(
+            "\n\n".join(lines), key=self._key("failure"), description=f"failure of {self._run.run_id}"
+        )
+
     def _show_link(self) -> None:
-        if self._tracker.page:
+        """Make a link artifact, once per start."""
+        if self._tracker.page and not self._is_linked:
+            self._is_linked = True
             create_link_artifact(
                 self._tracker.page,
                 link_text="page of the metrics",
@@ -284,6 +311,11 @@ class RunWatch:
                 f"no commit and no token for {STALL_SECONDS:.0f} s at step {self.committed_step}; "
                 "the logs of the roles show what they wait for. Continue with `pipelinerl resume`"
             )
+
+
+def _verbatim(lines: Sequence[str]) -> str:
+    """A block of Markdown, whatever backticks the lines have."""
+    return "\n".join(f"    {line}" for text in lines for line in text.splitlines())
 
 
 def version_rows(commits: list[Commit]) -> list[dict[str, Any]]:

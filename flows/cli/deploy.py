@@ -22,10 +22,17 @@ def deploy(
         Path | None,
         typer.Option(metavar="FILE", help="An edited copy of the shipped prefect.yaml; see --show."),
     ] = None,
+    reset: Annotated[
+        bool,
+        typer.Option("--reset", help="Also overwrite what operators have changed on the server, but for pauses."),
+    ] = False,
     show: Annotated[bool, typer.Option("--show", help="Print the shipped prefect.yaml and change nothing.")] = False,
     as_json: Json = False,
 ) -> None:
     """Create or update work pools, deployments and automations on the Prefect server at PREFECT_API_URL.
+
+    What operators have changed there since the last `deploy` stays, and is listed: schedules, pauses, tags, limits,
+    parameters and job variables of deployments, and the automations.
 
     Example: `pipelinerl deploy`, then `prefect worker start --pool control`, then "Run" in the Prefect UI. To change
     images, schedules or resources: `pipelinerl deploy --show > prefect.yaml`, edit the file, then
@@ -39,5 +46,5 @@ def deploy(
         answer(text, [text.rstrip()], as_json=as_json)
         return
     most = DEFAULT_MAX_RESUMES if max_resumes is None else max_resumes
-    deployed = deployment.deploy(pools, notify, file or deployment.SHIPPED, most)
+    deployed = deployment.deploy(pools, notify, file or deployment.SHIPPED, most, reset=reset)
     answer(dataclasses.asdict(deployed), deployed.lines, as_json=as_json)

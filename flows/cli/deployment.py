@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +15,14 @@ import yaml  # type: ignore[import-untyped]
 from prefect.blocks.core import Block
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
+from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.settings import get_current_settings
 
 from pipelinerl.flows.cli.console import say
 from pipelinerl.flows.source import installed
-from pipelinerl.tasks.automations import DEFAULT_MAX_RESUMES, LEAST_RESUMES, apply_automations, wanted_automations
+from pipelinerl.tasks import operator_changes
+from pipelinerl.tasks.automations import DEFAULT_MAX_RESUMES, LEAST_RESUMES, apply_automation, wanted_automations
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.supervision.checks import check_http
 
@@ -28,21 +31,30 @@ SHIPPED = Path(installed()["directory"]) / "flows" / "prefect.yaml"
 _TEMPLATES = "work_pools"
 _DEPLOY_SECONDS = 300.0
 
+Digests = dict[str, dict[str, str]]
+
 
 @dataclass(slots=True)
 class Deployed:
-    """Name -> created, updated, unchanged or deployed, of everything that prefect.yaml describes."""
+    """Name -> created, updated or unchanged, of everything that prefect.yaml describes."""
 
     api_url: str
     pools: dict[str, str] = field(default_factory=dict)
     deployments: dict[str, str] = field(default_factory=dict)
     automations: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, list[str]] = field(default_factory=dict)
+    """Deployment or automation -> fields that operators have changed on the server."""
 
     @property
     def lines(self) -> list[str]:
         """The result as text, and the next commands."""
         rows = [("work pool", self.pools), ("deployment", self.deployments), ("automation", self.automations)]
-        results = [f"{noun} {name}: {change}" for noun, changes in rows for name, change in changes.items()]
+        kept = {name: f"; kept as on the server: {', '.join(fields)}" for name, fields in self.kept.items()}
+        results = [
+            f"{noun} {name}: {change}{kept.get(name, '')}"
+            for noun, changes in rows
+            for name, change in changes.items()
+        ]
         workers = [f"  prefect worker start --pool {name}" for name in self.pools]
         return [
             *results,
@@ -52,12 +64,19 @@ class Deployed:
         ]
 
 
-def deploy(kind: str, notify: str, file: Path = SHIPPED, max_resumes: int = DEFAULT_MAX_RESUMES) -> Deployed:
-    """Create or update on the server everything that `file` describes.
+def deploy(
+    kind: str,
+    notify: str,
+    file: Path = SHIPPED,
+    max_resumes: int = DEFAULT_MAX_RESUMES,
+    *,
+    reset: bool = False,
+) -> Deployed:
+    """Create or update on the server everything that `file` describes, but keep what operators have changed there.
 
-    notify: "<block type>/<name>" of the notification block for alarms, or "". max_resumes: how often a crashed train
-    run is scheduled again without becoming Running. Raises ConfigError without a server, or for a missing or invalid
-    file.
+    notify: "<block type>/<name>" of the notification block for alarms; empty: the actions of the alarm stay.
+    max_resumes: how often a crashed train run is scheduled again without becoming Running. reset: keep nothing but
+    pauses. Raises ConfigError without a server, or for a missing or invalid file.
     """
     if max_resumes < LEAST_RESUMES:
         raise ConfigError(f"--max-resumes {max_resumes}: set at least {LEAST_RESUMES}")
@@ -68,16 +87,57 @@ def deploy(kind: str, notify: str, file: Path = SHIPPED, max_resumes: int = DEFA
     check_http("PREFECT_API_URL", str(url))
     block = _notification_block(notify)
     deployed = Deployed(api_url=str(url))
+    digests = {} if reset else operator_changes.read_digests()
     with get_client(sync_client=True) as client:
         for name in document["definitions"]["pools"][kind]:
             deployed.pools[name] = _make_pool(client, name, kind, file)
-    say(f"deploying {len(document['deployments'])} deployments")
-    _deploy_all(document)
-    for entry in document["deployments"]:
-        flow = entry["entrypoint"].rpartition(":")[2]
-        deployed.deployments[f"{flow}/{entry['name']}"] = "deployed"
-    deployed.automations.update(apply_automations(wanted_automations(block, max_resumes)))
+        say(f"deploying {len(document['deployments'])} deployments")
+        _make_deployments(client, document, deployed, digests, reset=reset)
+    for wanted in wanted_automations(block, max_resumes):
+        change, kept, fields = apply_automation(wanted, digests.get(wanted.name, {}))
+        deployed.automations[wanted.name] = change
+        _note(deployed, digests, wanted.name, fields, kept)
+    operator_changes.write_digests(digests)
     return deployed
+
+
+def _make_deployments(
+    client: SyncPrefectClient, document: dict[str, Any], deployed: Deployed, digests: Digests, *, reset: bool
+) -> None:
+    """Deploy the document, but keep what operators have changed; adds to `deployed` and `digests`."""
+    entries = {
+        f"{entry['entrypoint'].rpartition(':')[2]}/{entry['name']}": entry for entry in document["deployments"]
+    }
+    before = {name: _read_deployment(client, name) for name in entries}
+    kept: dict[str, list[str]] = {}
+    for name, existing in before.items():
+        if existing is not None:
+            applied = {} if reset else digests.get(name)
+            kept[name] = operator_changes.keep(entries[name], operator_changes.fields_of(existing), applied)
+    _deploy_all(document)
+    for name, existing in before.items():
+        after = client.read_deployment_by_name(name)
+        is_equal = existing is not None and _content(existing) == _content(after)
+        deployed.deployments[name] = "created" if existing is None else "unchanged" if is_equal else "updated"
+        _note(deployed, digests, name, operator_changes.fields_of(after), kept.get(name, []))
+
+
+def _note(deployed: Deployed, digests: Digests, name: str, fields: Mapping[str, Any], kept: list[str]) -> None:
+    if kept:
+        deployed.kept[name] = kept
+    digests[name] = operator_changes.new_digests(fields, kept, digests.get(name, {}))
+
+
+def _read_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:
+    try:
+        return client.read_deployment_by_name(name)
+    except ObjectNotFound:
+        return None
+
+
+def _content(deployment: DeploymentResponse) -> dict[str, Any]:
+    described = {"description", "entrypoint", "path", "pull_steps", "parameter_openapi_schema", "work_pool_name"}
+    return {**operator_changes.fields_of(deployment), **deployment.model_dump(mode="json", include=described)}
 
 
 def read_project(file: Path, kind: str) -> dict[str, Any]:

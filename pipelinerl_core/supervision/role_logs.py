@@ -106,6 +106,13 @@ def log_files(directory: Path, role: str = "") -> dict[str, Path]:
     return chosen
 
 
+def log_of_failure(directory: Path, message: str) -> Path | None:
+    """The log of the role whose name begins the message of its failure, else the log that was written last."""
+    logs = sorted(directory.glob("*.log"), key=lambda path: path.stat().st_mtime)
+    named = [path for path in logs if message.startswith((f"{path.stem}:", f"{path.stem} "))]
+    return next(iter([*named, *reversed(logs)]), None)
+
+
 def digest_rows(directory: Path) -> list[dict[str, Any]]:
     """One table row per log of a run, over all starts of the role."""
     rows = []

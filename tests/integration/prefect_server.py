@@ -131,7 +131,8 @@ class Prefect:
         await_(self.is_healthy, f"the Prefect server, {self.home / 'log'}", 120)
         first, again = (self.deploy("--max-resumes", str(MAX_RESUMES)) for _ in range(2))
         assert set(first["pools"].values()) == set(first["automations"].values()) == {"created"}
-        assert set(again["pools"].values()) == set(again["automations"].values()) == {"unchanged"}
+        changes = [*again["pools"].values(), *again["deployments"].values(), *again["automations"].values()]
+        assert (set(changes), again["kept"]) == ({"unchanged"}, {})
         assert set(again["pools"]) == set(POOLS)
         self.processes += [self.spawn("worker", "start", "--pool", pool) for pool in POOLS]
 

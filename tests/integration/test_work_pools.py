@@ -14,7 +14,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from prefect.automations import Automation
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import DeploymentUpdate
+from prefect.events.actions import DoNothing
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from pipelinerl.tasks.operator_changes import fields_of
 from pipelinerl_core.ledger import ActorKey
 from pipelinerl_core.run.history import counted_commit_keys, read_commit
 from pipelinerl_core.storage.object_store import open_store
@@ -251,3 +257,38 @@ def test_a_flow_run_that_never_comes_to_run_again_is_given_up_by_name(prefect):
     num_resumed = state_names().count("AwaitingRetry")
     assert num_resumed % (MAX_RESUMES + 1) == 0, state_names()
     assert num_resumed > 0
+
+
+def test_deploy_keeps_what_operators_have_changed(prefect):
+    prefect.command("deployment", "schedule", "create", "train/nightly", "--cron", "5 4 * * *")
+    with temporary_settings({PREFECT_API_URL: prefect.url}), get_client(sync_client=True) as client:
+
+        def deployment(name):
+            return fields_of(client.read_deployment_by_name(name))
+
+        nightly = client.read_deployment_by_name("train/nightly").id
+        client.update_deployment(
+            nightly, DeploymentUpdate(paused=True, tags=["pipelinerl", "night"], concurrency_limit=3)
+        )
+        evaluate = client.read_deployment_by_name("evaluate/evaluate").id
+        client.update_deployment(evaluate, DeploymentUpdate(job_variables={"env": {"NCCL_DEBUG": "INFO"}}))
+        before = {name: deployment(name) for name in ("train/nightly", "evaluate/evaluate")}
+        resume = Automation.read(name="pipelinerl-resume")
+        resume.model_copy(update={"actions": [DoNothing()]}).update()
+        kept = {
+            "train/nightly": ["schedules", "paused", "tags", "concurrency_limit"],
+            "evaluate/evaluate": ["job_variables"],
+            "pipelinerl-resume": ["actions"],
+        }
+        for _ in range(2):
+            again = prefect.deploy("--max-resumes", str(MAX_RESUMES))
+            assert again["kept"] == kept
+            assert {*again["deployments"].values(), *again["automations"].values()} == {"unchanged"}
+            assert {name: deployment(name) for name in before} == before
+            assert Automation.read(name="pipelinerl-resume").actions == [DoNothing()]
+        reset = prefect.deploy("--max-resumes", str(MAX_RESUMES), "--reset")
+        assert [name for name, change in reset["deployments"].items() if change == "updated"] == [*before]
+        assert reset["automations"]["pipelinerl-resume"] == "updated"
+        after = deployment("train/nightly")
+        assert [schedule["active"] for schedule in after["schedules"]] == [False]
+        assert (after["tags"], after["paused"]) == (["nightly", "pipelinerl"], True)

@@ -8,11 +8,12 @@ import pytest
 from prefect.client.schemas.actions import ArtifactCreate
 
 from pipelinerl.tasks import run_watch
-from pipelinerl.tasks.run_watch import STALL_SECONDS, RunWatch
+from pipelinerl.tasks.run_watch import FAILURE_LINES, STALL_SECONDS, RunWatch
 from pipelinerl_core.errors import DeadlineExceeded, StoreError
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.records import RoleRecord, role_key
 from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.supervision.supervise import RoleFailed
 from tests.synthetic_run import Shape, put_record, write_run
 
 STEP_SECONDS = STALL_SECONDS / 3
@@ -44,7 +45,7 @@ def clock(monkeypatch) -> Clock:
 def watch(tmp_path, clock) -> RunWatch:
     """Of a run whose commits and tokens stay as they are."""
     write_run(open_store(str(tmp_path / "r-1")), Shape(steps=2))
-    watch = RunWatch(open_run(f"file://{tmp_path}/r-1"), MagicMock(logged=None))
+    watch = RunWatch(open_run(f"file://{tmp_path}/r-1"), MagicMock(logged=None, page=""))
     look(watch, clock, 60.0)
     return watch
 
@@ -100,7 +101,7 @@ def test_a_store_that_does_not_answer_ends_nothing(watch, clock):
 
 def test_equal_rewards_of_the_first_steps_are_one_warning_with_an_example(tmp_path, clock, caplog):
     write_run(open_store(str(tmp_path / "r-1")), Shape(steps=3, reward=0.0))
-    watch = RunWatch(open_run(f"file://{tmp_path}/r-1"), MagicMock(logged=None))
+    watch = RunWatch(open_run(f"file://{tmp_path}/r-1"), MagicMock(logged=None, page=""))
     look(watch, clock, 60.0)
     warnings = [record.getMessage() for record in caplog.records if "all rewards" in record.getMessage()]
     assert len(warnings) == 1
@@ -109,7 +110,7 @@ def test_equal_rewards_of_the_first_steps_are_one_warning_with_an_example(tmp_pa
 
 
 def test_nothing_that_fails_at_the_end_fails_the_run_and_each_failure_is_a_line(tmp_path, watch, monkeypatch, caplog):
-    tracker = MagicMock(logged=None, close=MagicMock(side_effect=RuntimeError("no MLflow")))
+    tracker = MagicMock(logged=None, page="", close=MagicMock(side_effect=RuntimeError("no MLflow")))
     watch._tracker = tracker
     for name in ("create_table_artifact", "create_markdown_artifact"):
         monkeypatch.setattr(run_watch, name, MagicMock(side_effect=ConnectionError("no server")))
@@ -125,13 +126,40 @@ def test_nothing_that_fails_at_the_end_fails_the_run_and_each_failure_is_a_line(
     ]
 
 
+def test_a_failure_is_an_artifact_with_the_log_of_the_role_and_the_command_that_continues(
+    tmp_path, watch, monkeypatch
+):
+    for name, lines in {
+        "trainer": [f"line {n}" for n in range(40)] + ["https://me:hunter2@host"],
+        "actor-0": ["newer"],
+    }.items():
+        (tmp_path / f"{name}.log").write_text("\n".join(lines))
+    monkeypatch.setattr(run_watch, "log_directory", lambda *_: tmp_path)
+    monkeypatch.setattr(run_watch, "create_table_artifact", MagicMock())
+    made = MagicMock()
+    monkeypatch.setattr(run_watch, "create_markdown_artifact", made)
+    with pytest.raises(RoleFailed), watch:
+        raise RoleFailed("trainer: ended with exit code 1; see ```its log```")
+    ((text,), options) = made.call_args
+    assert options["key"] == "synthetic-failure"
+    assert "\n\n    trainer: ended with exit code 1; see ```its log```\n\n2 of 2 steps are committed." in text
+    assert "`pipelinerl resume synthetic`" in text
+    assert text.count("    line ") == FAILURE_LINES - 1
+    assert "newer" not in text
+    assert "hunter2" not in text
+    made.reset_mock()
+    with pytest.raises(KeyboardInterrupt), watch:
+        raise KeyboardInterrupt
+    assert not made.called
+
+
 def test_a_run_is_complete_with_its_last_commit(tmp_path, clock):
     store = open_store(str(tmp_path / "r-1"))
     write_run(store, Shape(steps=3))
     (last,) = [key for key in store.list("commits") if "00000003" in key]
     content = store.get(last)
     store.delete([last])
-    watch = RunWatch(open_run(store.url), MagicMock(logged=None))
+    watch = RunWatch(open_run(store.url), MagicMock(logged=None, page=""))
     assert not watch.is_complete()
     store.put(last, content)
     assert watch.is_complete(), "although no further reading is due"
