@@ -31,6 +31,7 @@ from pipelinerl.tasks.placement import (
 from pipelinerl.tasks.preflight import preflight
 from pipelinerl.tasks.report import write_reports
 from pipelinerl.tasks.run_watch import RunWatch
+from pipelinerl.tasks.suspension import await_earlier_start, hold
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ConfigError, Fenced, PipelineRLError, StoreUnavailable
 from pipelinerl_core.models.hub import pinned
@@ -106,7 +107,10 @@ def train(
     """
     if flow_run.run_count > 1:  # perhaps after an outage of the store
         await_store(resume if "/" in resume else root_url(root))
-        refuse_lost_run(resume or run_url(root, new_run_id(preset, str(flow_run.id))))
+        url = resume or run_url(root, new_run_id(preset, str(flow_run.id)))
+        refuse_lost_run(url)
+        if "/" in url:
+            await_earlier_start(url)
     changes = (*settings.overrides(), *overrides)
     result = train_run(resume_job(resume, changes, root) if resume else new_job(preset, changes, root))
     if not server_answers(SERVER_SECONDS):
@@ -144,17 +148,22 @@ def train_run(
 
 
 def train_opened(run: RunContext, tracker: RunTracker) -> dict[str, Any] | State[dict[str, Any]]:
-    """Train an opened run to its end, or until it is drained.
+    """Train an opened run to its end, or until it is drained. Raises Pause if its flow run was suspended or deleted.
 
     If the report of a complete run cannot be written, returns its id and number of steps only.
     """
     logger.info("run %s", run.store.url)
     report = None
     with RunWatch(run, tracker) as watch:
-        if not watch.is_complete():
-            run_roles(run, watch)
-        else:
-            evaluate_complete(run, watch)
+        try:
+            if not watch.is_complete():
+                run_roles(run, watch)
+            else:
+                evaluate_complete(run, watch)
+            if watch.is_held:
+                raise Pause
+        except Pause:  # also of Prefect, at the start of a task after the flow run was suspended
+            hold(watch.committed_step)
         with unless_complete(watch, "the report", f"`pipelinerl report {run.run_id}` writes it"):
             report = write_reports(run)
         watch.finish(report)

@@ -21,6 +21,7 @@ from prefect.artifacts import (
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from pipelinerl.tasks.alarms import RUN_STALLED, Alarms
+from pipelinerl.tasks.suspension import LOOK_SECONDS, why_drain
 from pipelinerl_core.errors import DeadlineExceeded, MissingObject, StoreError
 from pipelinerl_core.models.paths import resolve_model_path
 from pipelinerl_core.planning.own_run import write_prediction
@@ -38,6 +39,7 @@ from pipelinerl_core.report.rollout_table import COLUMNS, MAX_STEPS, TABLE_NAME,
 from pipelinerl_core.report.samples import token_decoder
 from pipelinerl_core.report.scrape_targets import role_progress
 from pipelinerl_core.run.context import RunContext, log_directory
+from pipelinerl_core.run.drain import ask_to_drain
 from pipelinerl_core.run.follow import Forwarder, RunFollower
 from pipelinerl_core.run.hub_status import HubWatch
 from pipelinerl_core.run.locate import plain_name
@@ -91,6 +93,9 @@ class RunWatch:
         self._table_at = -TABLE_SECONDS
         self._table_rows = 0
         self._is_linked = False
+        self.is_held = False
+        """A user has suspended or deleted the flow run; the run drains."""
+        self._asked_at = -LOOK_SECONDS
         self._progress: UUID | None = None
         self._progress_at = -PROGRESS_SECONDS
         self._next_reading = 0.0
@@ -150,9 +155,18 @@ class RunWatch:
             _quietly("alarm", lambda: self._alarms.check_parts(stored, self._follower.last))
 
     def look(self) -> None:
-        """Read new objects if the pause is over, and update the view."""
+        """Read new objects if the pause is over, and update the view; if a user has suspended the flow run, drain."""
         if time.monotonic() >= self._next_reading:
             self._read()
+        if not self.is_held and time.monotonic() - self._asked_at >= LOOK_SECONDS:
+            self._asked_at = time.monotonic()
+            _quietly("state of the flow run", self._drain_if_held)
+
+    def _drain_if_held(self) -> None:
+        if reason := why_drain():
+            logger.info("%s: the run drains", reason)
+            ask_to_drain(self._run.store, by=f"Prefect: {reason}")
+            self.is_held = True
 
     def finish(self, report: Mapping[str, Any] | None) -> None:
         """Read the remaining objects and make the artifacts: progress, weight versions, report, link to the metrics.

@@ -126,6 +126,10 @@ class Prefect:
         with urlopen(request, timeout=60) as answer:
             return json.load(answer)
 
+    def delete(self, path: str) -> None:
+        """DELETE."""
+        urlopen(Request(f"{self.url}{path}", headers=csrf_headers(self.url), method="DELETE"), timeout=60).close()
+
     def start(self) -> None:
         """Wait for the server, deploy twice, start the workers."""
         await_(self.is_healthy, f"the Prefect server, {self.home / 'log'}", 120)

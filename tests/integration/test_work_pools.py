@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import psutil
@@ -31,6 +32,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 CANCEL_SECONDS = 120.0
 """Within which a cancelled run leaves nothing behind."""
+SUSPEND_SECONDS = 120.0
+"""Within which a suspended run has drained."""
+HELD_SECONDS = 5.0
+"""For which a suspended run is watched. pipelinerl-unresponsive would act after 90 s."""
 STABLE_SECONDS = 5.0
 """A worker asks for work every two seconds."""
 
@@ -228,6 +233,44 @@ def test_the_commands_of_the_tutorial_start_a_run_and_a_schedule(prefect, tmp_pa
     (url,) = tmp_path.glob("quickstart-*")
     assert prefect.run(started)["name"] == url.name
     assert committed_steps(str(url)) == 3
+
+
+def test_a_suspended_run_drains_and_stays_so_until_it_is_resumed_and_a_deleted_flow_run_ends(
+    prefect, tmp_path, prepared_model
+):
+    settings = {"steps": 100_000, "groups_per_step": 8, "concurrency": 32}
+    known = {run["id"] for run in prefect.runs()}
+    prefect.command(
+        *(
+            "deployment",
+            "run",
+            "train/quickstart",
+            "-p",
+            f"root={tmp_path}",
+            "-p",
+            'overrides=["eval.num_prompts=0"]',
+        ),
+        *("-p", f"settings={json.dumps(settings)}"),
+    )
+    (run,) = [candidate["id"] for candidate in prefect.runs() if candidate["id"] not in known]
+    url = str(await_(lambda: list(tmp_path.glob("quickstart-*")), "the run", 120)[0])
+    await_(lambda: committed_steps(url) >= 2, "two steps", 300)
+    details = {"pause_reschedule": True, "pause_timeout": (datetime.now(UTC) + timedelta(seconds=20)).isoformat()}
+    prefect.set_state(run, type="PAUSED", name="Suspended", state_details=details)  # the button Suspend
+    await_(lambda: not prefect.flow_processes(run), "the end of the process", SUSPEND_SECONDS)
+    flow_run, steps = prefect.run(run), committed_steps(url)
+    assert flow_run["state_name"] == "Suspended"
+    assert flow_run["state"]["message"] == f"suspended after step {steps}; Resume continues the run"
+    assert flow_run["state"]["state_details"]["pause_timeout"] is None
+    assert_closes(url)
+    time.sleep(HELD_SECONDS)
+    assert (prefect.run(run)["state_name"], committed_steps(url)) == ("Suspended", steps)
+    prefect.ask(f"/flow_runs/{run}/resume", {})  # the button Resume
+    await_(lambda: committed_steps(url) >= steps + 2, "two further steps", 300)
+    processes = prefect.flow_processes(run)
+    prefect.delete(f"/flow_runs/{run}")
+    await_(lambda: not any(process.is_running() for process in processes), "the end", SUSPEND_SECONDS)
+    assert_closes(url)
 
 
 def test_a_flow_run_that_never_comes_to_run_again_is_given_up_by_name(prefect):

@@ -1,0 +1,95 @@
+"""Suspend and Resume in the Prefect UI: the run drains, and its flow run stays Suspended until a user resumes it.
+
+    UI --state Suspended, with a deadline--> this flow run: asks the trainer to drain, waits for the roles
+                                             --state Suspended, without a deadline--> Prefect; the process ends
+    UI --Resume--> a worker starts the flow run again, which continues the run
+
+The deadline of the UI's state is 300 s: if a user resumes later, Prefect makes the flow run Failed. A run whose flow
+run was deleted drains, too.
+"""
+
+import atexit
+import logging
+import time
+import uuid
+from functools import partial
+from typing import NoReturn
+from uuid import UUID
+
+from prefect import get_client
+from prefect.client.schemas.objects import State
+from prefect.events import emit_event
+from prefect.exceptions import ObjectNotFound, Pause
+from prefect.runtime import deployment, flow_run
+from prefect.states import Suspended
+
+from pipelinerl.tasks.automations import TAG
+from pipelinerl_core.run.hub_status import HubWatch
+from pipelinerl_core.storage.object_store import open_store
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 5.0
+"""Shortest time between two inquiries for the state of the flow run."""
+END_SECONDS = 300.0
+"""Deadline of the wait for the end of an earlier start, which drains when a user resumes."""
+HELD_EVENT = "prefect.flow-run.held"
+_POLL_SECONDS = 2.0
+
+
+def why_drain() -> str:
+    """What a user has done to this flow run of the deployment of `train` that ends its process, as a sentence, or "".
+
+    Asks the Prefect server.
+    """
+    if not deployment.id or not flow_run.id or flow_run.flow_name != "train":
+        return ""
+    with get_client(sync_client=True) as client:
+        try:
+            state = client.read_flow_run(UUID(str(flow_run.id))).state
+        except ObjectNotFound:
+            return "the flow run was deleted"
+    return "the flow run is suspended" if _is_suspended(state) else ""
+
+
+def hold(step: int) -> NoReturn:
+    """End this process, and leave the flow run Suspended without a deadline; `step`: the last committed step.
+
+    Raises Pause, on which Prefect ends the process. If a user has resumed, cancelled or deleted the flow run since,
+    nothing changes.
+    """
+    flow_run_id = UUID(str(flow_run.id))
+    state: State[None] = Suspended(
+        message=f"suspended after step {step}; Resume continues the run", pause_key=uuid.uuid4().hex
+    )
+    try:
+        with get_client(sync_client=True) as client:
+            if _is_suspended(client.read_flow_run(flow_run_id).state):
+                client.set_flow_run_state(flow_run_id, state, force=True)
+    except ObjectNotFound:
+        raise Pause from None
+    except Exception as error:  # noqa: BLE001 (whatever the client raises, the process ends and the run is drained)
+        logger.warning("the flow run stays Suspended with the deadline of the request only: %s", error)
+    # An event after the last heartbeat: pipelinerl-unresponsive makes a flow run Crashed whose last event is a
+    # heartbeat, and a heartbeat may follow the state.
+    atexit.register(
+        partial(
+            emit_event,
+            HELD_EVENT,
+            resource={"prefect.resource.id": f"prefect.flow-run.{flow_run_id}"},
+            related=[{"prefect.resource.id": f"prefect.tag.{TAG}", "prefect.resource.role": "tag"}],
+        )
+    )
+    raise Pause(state=state)
+
+
+def await_earlier_start(url: str) -> None:
+    """Wait until no hub of the run at `url` is live: the earlier start may drain. Returns after END_SECONDS too."""
+    hub = HubWatch(open_store(url))
+    deadline = time.monotonic() + END_SECONDS
+    while hub.find_live() is not None and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+
+
+def _is_suspended(state: State[object] | None) -> bool:
+    return state is not None and state.is_paused() and state.name == "Suspended"
