@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from pipelinerl_core.config.load import variants
+from pipelinerl_core.config.load import known_keys, preset_names, variants
 from pipelinerl_core.config.prompts import FILE_SUFFIXES
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,6 +34,23 @@ KEYS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Field -> key of the configuration."""
+
+
+def preset_pattern() -> str:
+    """Pattern of JSON schema for a shipped preset or the path of a file."""
+    return rf"^({'|'.join(map(_literal, preset_names()))})$|[./]"
+
+
+def override_pattern() -> str:
+    """Pattern of JSON schema for "section.key=value" with a key that exists, or "section={...}"."""
+    keys = known_keys()
+    named = "|".join(_literal(key).replace("<name>", "[^.=]+") for key in keys)
+    sections = "|".join(sorted({key.partition(".")[0] for key in keys}))
+    return rf"^(({named})(\.[^=]+)?|{sections})="
+
+
+def _literal(name: str) -> str:
+    return name.replace(".", r"\.")
 
 
 def _as_plain_fields(schema: dict[str, Any]) -> None:

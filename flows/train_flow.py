@@ -15,7 +15,7 @@ from prefect.states import Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from pipelinerl.flows.parameters import Settings, described
+from pipelinerl.flows.parameters import Settings, described, override_pattern, preset_pattern
 from pipelinerl.tasks.drain_request import clear_earlier_drain_request
 from pipelinerl.tasks.outage import SERVER_SECONDS, await_store, crashed_by_outage, schedule_again, server_answers
 from pipelinerl.tasks.placement import (
@@ -60,11 +60,16 @@ logger = logging.getLogger(__name__)
 
 FOLLOW_SECONDS = 1.0
 
+# The server refuses what does not match the patterns. pydantic does not check them: its message has no suggestion.
 Preset = Annotated[
-    str, Field(description="A shipped preset such as quickstart, or a TOML file on the machine that runs the flow.")
+    str,
+    Field(
+        description="A shipped preset such as quickstart, or a TOML file on the machine that runs the flow.",
+        json_schema_extra={"pattern": preset_pattern()},
+    ),
 ]
 Overrides = Annotated[
-    tuple[str, ...],
+    tuple[Annotated[str, Field(json_schema_extra={"pattern": override_pattern()})], ...],
     Field(
         description='Further settings, each "section.key=value", for example "learner.clip_norm=0.5"; '
         "`pipelinerl config --keys` lists them."

@@ -222,6 +222,9 @@ def test_the_commands_of_the_tutorial_start_a_run_and_a_schedule(prefect, tmp_pa
     )
     prefect.command("deployment", "schedule", "clear", "train/quickstart", "--accept-yes")
     known = {candidate["id"] for candidate in prefect.runs()}
+    for wrong in ('overrides=["eval.every=0"]', "preset=quickstrat"):
+        with pytest.raises(subprocess.CalledProcessError):
+            prefect.command(*run, "-p", wrong)
     fewer = [word.replace('{"steps": 40}', '{"steps": 3}') for word in run]
     assert fewer != run
     prefect.command(*fewer, "-p", f"root={tmp_path}", "-p", 'overrides=["eval.num_prompts=8"]')

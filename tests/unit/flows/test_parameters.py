@@ -1,5 +1,6 @@
 """The form of the train flow: the same keys and bounds as the configuration."""
 
+import re
 from typing import get_args
 
 import pytest
@@ -13,7 +14,7 @@ from pipelinerl.flows.replay_flow import replay
 from pipelinerl.flows.train_flow import train
 from pipelinerl.flows.trainer_flow import trainer
 from pipelinerl_core.algo.losses import LOSSES
-from pipelinerl_core.config.load import fields
+from pipelinerl_core.config.load import fields, known_keys, preset_names
 from pipelinerl_core.engine.load import ENGINES
 from pipelinerl_core.ledger.schedules import SCHEDULES
 from pipelinerl_core.models.resolve import load_config
@@ -53,6 +54,22 @@ def test_a_field_has_the_bounds_and_choices_of_its_key(name):
     if get_args(choices):
         assert set(get_args(choices)) == set(get_args(theirs.annotation))
     assert ours.description
+
+
+def test_the_server_refuses_keys_and_presets_that_do_not_exist():
+    def accepts(schema, text):
+        return re.search(schema["pattern"], text) is not None
+
+    for flow in (train, compare):
+        preset, overrides = (flow.parameters.properties[name] for name in ("preset", "overrides"))
+        assert all(accepts(preset, name) for name in (*preset_names(), "mine.toml", "/work/mine"))
+        assert not accepts(preset, "quickstrat")
+        for key in known_keys():
+            assert accepts(overrides["items"], f"{key.replace('<name>', 'my-part')}=1")
+        for right in ("environment.options.game=Hangman", "reward.weights.a=2", 'loss={kind = "grpo"}', "seed=3"):
+            assert accepts(overrides["items"], right)
+        for wrong in ("eval.every=0", "steps=3", "trainer.steps", "trainer.step=3", "trainers.steps=3"):
+            assert not accepts(overrides["items"], wrong)
 
 
 def test_every_field_has_a_key_and_reaches_the_configuration():
