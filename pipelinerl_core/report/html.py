@@ -124,7 +124,12 @@ def _meta(facts: RunFacts, report: Mapping[str, Any]) -> str:
         "MLflow": report["mlflow"],
         "MLflow run": facts.run.mlflow_run_id,
     }
-    return "".join(f"<span>{name} <b>{escape(str(value))}</b></span>" for name, value in parts.items() if value)
+    return "".join(f"<span>{name} <b>{_linked(str(value))}</b></span>" for name, value in parts.items() if value)
+
+
+def _linked(text: str) -> str:
+    shown = escape(text)
+    return f'<a href="{shown}">{shown}</a>' if text.startswith(("http://", "https://")) else shown
 
 
 def _tiles(facts: RunFacts, report: Mapping[str, Any]) -> str:

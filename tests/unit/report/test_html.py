@@ -309,7 +309,7 @@ def test_summary_and_report_contain_the_command_that_opens_mlflow():
         page = store.get(REPORT_HTML_KEY).decode()
         assert "ab12" in page
         assert "secret" not in page
-        assert re.search(r"<span>MLflow <b>(mlflow ui|http)", page)
+        assert re.search(r'<span>MLflow <b>(mlflow ui|<a href="https://[^"]*mlflow.example">)', page)
 
 
 def test_evaluations_are_a_table_and_a_curve_with_intervals(store):
