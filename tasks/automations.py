@@ -13,7 +13,6 @@ if both start at the same time. A flow run that becomes Running counts its start
 missing, cannot count, and its run count does not change; pipelinerl-give-up counts such starts on the server.
 """
 
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal, cast
 from uuid import UUID
@@ -26,7 +25,6 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
 from pipelinerl.tasks.alarms import ACTOR_MISMATCH, PART_FAILED, REWARD_COLLAPSED, RUN_STALLED
-from pipelinerl.tasks.operator_changes import changed
 from pipelinerl_core.config.sections import PlacementConfig
 from pipelinerl_core.restart_budget import spent_text
 
@@ -174,30 +172,31 @@ def was_resumed(flow_run_id: UUID) -> bool:
     return newest is not None and (newest.message or "").startswith((RESUME_MESSAGE, OUTAGE_MESSAGE))
 
 
-def apply_automation(wanted: Automation, applied: Mapping[str, str]) -> tuple[Change, list[str], dict[str, Any]]:
-    """Create or update the server's automation of this name, but keep what an operator has changed.
+def apply_automation(wanted: Automation, *, reset: bool = False) -> Change:
+    """Create or update the server's automation of this name.
 
-    applied: digests of the fields that the last `deploy` has applied (operator_changes.py). Returns the change, the
-    kept fields, and the fields that `deploy` sets. A wanted notification overwrites the server's actions; if the
-    wanted action is to do nothing, the server's actions stay.
+    Unless `reset`, actions of further types that an operator has added stay; if the wanted action is to do nothing,
+    all actions stay.
     """
-    target = _content(wanted)
     try:
         existing = cast(Automation, Automation.read(name=wanted.name))
     except ValueError:
         wanted.create()
-        return "created", [], target
-    current = _content(existing)
-    differing = [name for name in target if current[name] != target[name]]
-    stays = set(changed(current, applied))
-    kinds = {type(action) for action in wanted.actions}
-    stays = stays | {"actions"} if DoNothing in kinds else stays - {"actions"} if SendNotification in kinds else stays
-    kept = [name for name in differing if name in stays]
-    updated = [name for name in differing if name not in kept]
-    if updated:
-        existing.model_copy(update={name: getattr(wanted, name) for name in updated}).update()
-    fields = {name: (target if name in updated else current)[name] for name in target}
-    return "updated" if updated else "unchanged", kept, fields
+        return "created"
+    if not reset:
+        wanted = wanted.model_copy(update={"actions": _merged(wanted.actions, existing.actions)})
+    if _content(existing) == _content(wanted):
+        return "unchanged"
+    fields = ("description", "trigger", "actions")
+    existing.model_copy(update={name: getattr(wanted, name) for name in fields}).update()
+    return "updated"
+
+
+def _merged(wanted: list[Any], existing: list[Any]) -> list[Any]:
+    if any(isinstance(action, DoNothing) for action in wanted):
+        return existing
+    kinds = {DoNothing, *map(type, wanted)}
+    return [*wanted, *(action for action in existing if type(action) not in kinds)]
 
 
 def _content(automation: Automation) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from prefect.artifacts import (
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from pipelinerl.tasks.alarms import RUN_STALLED, Alarms
+from pipelinerl.tasks.drain_request import BY_STATE
 from pipelinerl.tasks.suspension import LOOK_SECONDS, why_drain
 from pipelinerl_core.errors import DeadlineExceeded, MissingObject, StoreError
 from pipelinerl_core.models.paths import resolve_model_path
@@ -165,7 +166,7 @@ class RunWatch:
     def _drain_if_held(self) -> None:
         if reason := why_drain():
             logger.info("%s: the run drains", reason)
-            ask_to_drain(self._run.store, by=f"Prefect: {reason}")
+            ask_to_drain(self._run.store, by=f"{BY_STATE}{reason}")
             self.is_held = True
 
     def finish(self, report: Mapping[str, Any] | None) -> None:

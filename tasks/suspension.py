@@ -4,19 +4,21 @@
                                              --state Suspended, without a deadline--> Prefect; the process ends
     UI --Resume--> a worker starts the flow run again, which continues the run
 
-The deadline of the UI's state is 300 s: if a user resumes later, Prefect makes the flow run Failed. A run whose flow
-run was deleted drains, too.
+The deadline of the UI's state is 300 s: if a user resumes later, Prefect makes the flow run Failed. The run drains,
+too, if its flow run was deleted, or is not Running any more while its process lives: between two looks a user may
+Suspend and Resume, or Suspend and Cancel.
 """
 
-import atexit
 import logging
+import threading
 import time
 import uuid
+from contextlib import suppress
 from functools import partial
 from typing import NoReturn
 from uuid import UUID
 
-from prefect import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
 from prefect.events import emit_event
 from prefect.exceptions import ObjectNotFound, Pause
@@ -24,6 +26,7 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Suspended
 
 from pipelinerl.tasks.automations import TAG
+from pipelinerl_core.errors import StoreUnavailable
 from pipelinerl_core.run.hub_status import HubWatch
 from pipelinerl_core.storage.object_store import open_store
 
@@ -38,41 +41,42 @@ _POLL_SECONDS = 2.0
 
 
 def why_drain() -> str:
-    """What a user has done to this flow run of the deployment of `train` that ends its process, as a sentence, or "".
+    """Why this start of a flow run of `train` must end, as a sentence; "" while its state is Running.
 
-    Asks the Prefect server.
+    Asks the Prefect server. A state Suspended gets no deadline.
     """
     if not deployment.id or not flow_run.id or flow_run.flow_name != "train":
         return ""
     with get_client(sync_client=True) as client:
         try:
-            state = client.read_flow_run(UUID(str(flow_run.id))).state
+            current = client.read_flow_run(UUID(str(flow_run.id)))
         except ObjectNotFound:
             return "the flow run was deleted"
-    return "the flow run is suspended" if _is_suspended(state) else ""
+        if _is_suspended(current.state):
+            _suspend(client, "suspended, the run drains")
+            return "the flow run is suspended"
+    if (current.run_count or 0) > (flow_run.run_count or 0):
+        return "the flow run was started again"
+    has_left = current.state is not None and (current.state.is_cancelled() or current.state.is_scheduled())
+    return f"the flow run is {current.state.name}" if has_left and current.state else ""
 
 
 def hold(step: int) -> NoReturn:
-    """End this process, and leave the flow run Suspended without a deadline; `step`: the last committed step.
+    """End this process, and leave the flow run as it is, if it is Suspended without a deadline.
 
-    Raises Pause, on which Prefect ends the process. If a user has resumed, cancelled or deleted the flow run since,
-    nothing changes.
+    step: the last committed step. Raises Pause, on which Prefect ends the process.
     """
     flow_run_id = UUID(str(flow_run.id))
-    state: State[None] = Suspended(
-        message=f"suspended after step {step}; Resume continues the run", pause_key=uuid.uuid4().hex
-    )
     try:
         with get_client(sync_client=True) as client:
             if _is_suspended(client.read_flow_run(flow_run_id).state):
-                client.set_flow_run_state(flow_run_id, state, force=True)
-    except ObjectNotFound:
-        raise Pause from None
+                _suspend(client, f"suspended after step {step}; Resume continues the run")
     except Exception as error:  # noqa: BLE001 (whatever the client raises, the process ends and the run is drained)
-        logger.warning("the flow run stays Suspended with the deadline of the request only: %s", error)
+        logger.warning("the state of the flow run could not be set: %s", error)
     # An event after the last heartbeat: pipelinerl-unresponsive makes a flow run Crashed whose last event is a
-    # heartbeat, and a heartbeat may follow the state.
-    atexit.register(
+    # heartbeat, and a heartbeat may follow the state. Functions of atexit run after Prefect's sender of events has
+    # ended; those of threading run before.
+    threading._register_atexit(  # type: ignore[attr-defined]
         partial(
             emit_event,
             HELD_EVENT,
@@ -80,15 +84,21 @@ def hold(step: int) -> NoReturn:
             related=[{"prefect.resource.id": f"prefect.tag.{TAG}", "prefect.resource.role": "tag"}],
         )
     )
-    raise Pause(state=state)
+    raise Pause
+
+
+def _suspend(client: SyncPrefectClient, message: str) -> None:
+    state: State[None] = Suspended(message=message, pause_key=uuid.uuid4().hex)
+    client.set_flow_run_state(UUID(str(flow_run.id)), state, force=True)
 
 
 def await_earlier_start(url: str) -> None:
     """Wait until no hub of the run at `url` is live: the earlier start may drain. Returns after END_SECONDS too."""
     hub = HubWatch(open_store(url))
     deadline = time.monotonic() + END_SECONDS
-    while hub.find_live() is not None and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
+    with suppress(StoreUnavailable):  # the start reports an outage
+        while hub.find_live() is not None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
 
 
 def _is_suspended(state: State[object] | None) -> bool:

@@ -24,19 +24,21 @@ def deploy(
     ] = None,
     reset: Annotated[
         bool,
-        typer.Option("--reset", help="Also overwrite what operators have changed on the server, but for pauses."),
+        typer.Option(
+            "--reset", help="Overwrite what is left to operators, too; for a prefect.yaml under version control."
+        ),
     ] = False,
     show: Annotated[bool, typer.Option("--show", help="Print the shipped prefect.yaml and change nothing.")] = False,
     as_json: Json = False,
 ) -> None:
     """Create or update work pools, deployments and automations on the Prefect server at PREFECT_API_URL.
 
-    What operators have changed there since the last `deploy` stays, and is listed: schedules, pauses, tags, limits,
-    parameters and job variables of deployments, and the automations.
+    Schedules, pauses, tags and limits of deployments that are on the server already stay as they are there, and
+    actions that operators have added to automations stay, too. A field that differs from prefect.yaml is listed.
 
     Example: `pipelinerl deploy`, then `prefect worker start --pool control`, then "Run" in the Prefect UI. To change
     images, schedules or resources: `pipelinerl deploy --show > prefect.yaml`, edit the file, then
-    `pipelinerl deploy --file prefect.yaml`.
+    `pipelinerl deploy --file prefect.yaml` (`--reset` for schedules).
     """
     from pipelinerl.flows.cli import deployment
     from pipelinerl.tasks.automations import DEFAULT_MAX_RESUMES

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,15 +14,16 @@ from uuid import UUID
 import yaml  # type: ignore[import-untyped]
 from prefect.blocks.core import Block
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
+from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate, WorkPoolUpdate
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.settings import get_current_settings
 
 from pipelinerl.flows.cli.console import say
 from pipelinerl.flows.source import installed
-from pipelinerl.tasks import operator_changes
 from pipelinerl.tasks.automations import DEFAULT_MAX_RESUMES, LEAST_RESUMES, apply_automation, wanted_automations
+from pipelinerl.tasks.operator_changes import keep
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.supervision.checks import check_http
 
@@ -31,7 +32,8 @@ SHIPPED = Path(installed()["directory"]) / "flows" / "prefect.yaml"
 _TEMPLATES = "work_pools"
 _DEPLOY_SECONDS = 300.0
 
-Digests = dict[str, dict[str, str]]
+Entry = tuple[str, str]
+"""Name and entrypoint of a deployment in prefect.yaml."""
 
 
 @dataclass(slots=True)
@@ -43,13 +45,16 @@ class Deployed:
     deployments: dict[str, str] = field(default_factory=dict)
     automations: dict[str, str] = field(default_factory=dict)
     kept: dict[str, list[str]] = field(default_factory=dict)
-    """Deployment or automation -> fields that operators have changed on the server."""
+    """Deployment -> fields that stay as they are on the server and differ from prefect.yaml."""
 
     @property
     def lines(self) -> list[str]:
         """The result as text, and the next commands."""
         rows = [("work pool", self.pools), ("deployment", self.deployments), ("automation", self.automations)]
-        kept = {name: f"; kept as on the server: {', '.join(fields)}" for name, fields in self.kept.items()}
+        kept = {
+            name: f"; kept as on the server: {', '.join(fields)} (--reset overwrites)"
+            for name, fields in self.kept.items()
+        }
         results = [
             f"{noun} {name}: {change}{kept.get(name, '')}"
             for noun, changes in rows
@@ -72,11 +77,12 @@ def deploy(
     *,
     reset: bool = False,
 ) -> Deployed:
-    """Create or update on the server everything that `file` describes, but keep what operators have changed there.
+    """Create or update on the server everything that `file` describes, but leave to operators what is theirs.
 
     notify: "<block type>/<name>" of the notification block for alarms; empty: the actions of the alarm stay.
-    max_resumes: how often a crashed train run is scheduled again without becoming Running. reset: keep nothing but
-    pauses. Raises ConfigError without a server, or for a missing or invalid file.
+    max_resumes: how often a crashed train run is scheduled again without becoming Running. reset: also overwrite
+    schedules, pauses, tags and limits of deployments, and actions of automations. Raises ConfigError without a
+    server, or for a missing or invalid file.
     """
     if max_resumes < LEAST_RESUMES:
         raise ConfigError(f"--max-resumes {max_resumes}: set at least {LEAST_RESUMES}")
@@ -87,57 +93,57 @@ def deploy(
     check_http("PREFECT_API_URL", str(url))
     block = _notification_block(notify)
     deployed = Deployed(api_url=str(url))
-    digests = {} if reset else operator_changes.read_digests()
     with get_client(sync_client=True) as client:
         for name in document["definitions"]["pools"][kind]:
             deployed.pools[name] = _make_pool(client, name, kind, file)
         say(f"deploying {len(document['deployments'])} deployments")
-        _make_deployments(client, document, deployed, digests, reset=reset)
+        _make_deployments(client, document, deployed, reset=reset)
     for wanted in wanted_automations(block, max_resumes):
-        change, kept, fields = apply_automation(wanted, digests.get(wanted.name, {}))
-        deployed.automations[wanted.name] = change
-        _note(deployed, digests, wanted.name, fields, kept)
-    operator_changes.write_digests(digests)
+        deployed.automations[wanted.name] = apply_automation(wanted, reset=reset)
     return deployed
 
 
 def _make_deployments(
-    client: SyncPrefectClient, document: dict[str, Any], deployed: Deployed, digests: Digests, *, reset: bool
+    client: SyncPrefectClient, document: dict[str, Any], deployed: Deployed, *, reset: bool
 ) -> None:
-    """Deploy the document, but keep what operators have changed; adds to `deployed` and `digests`."""
-    entries = {
-        f"{entry['entrypoint'].rpartition(':')[2]}/{entry['name']}": entry for entry in document["deployments"]
-    }
-    before = {name: _read_deployment(client, name) for name in entries}
-    kept: dict[str, list[str]] = {}
-    for name, existing in before.items():
-        if existing is not None:
-            applied = {} if reset else digests.get(name)
-            kept[name] = operator_changes.keep(entries[name], operator_changes.fields_of(existing), applied)
+    """Deploy the document; unless `reset`, deployments on the server keep what is left to operators."""
+    entries = {(entry["name"], entry["entrypoint"]): entry for entry in document["deployments"]}
+    before = _read_deployments(client, entries)
+    kept: dict[Entry, list[str]] = {}
+    for key, existing in before.items():
+        if reset:
+            client.update_deployment(existing.id, DeploymentUpdate(schedules=[]))
+        else:
+            kept[key] = keep(entries[key], existing)
     _deploy_all(document)
-    for name, existing in before.items():
-        after = client.read_deployment_by_name(name)
-        is_equal = existing is not None and _content(existing) == _content(after)
-        deployed.deployments[name] = "created" if existing is None else "unchanged" if is_equal else "updated"
-        _note(deployed, digests, name, operator_changes.fields_of(after), kept.get(name, []))
+    after = _read_deployments(client, entries)
+    for key in entries:
+        is_equal = key in before and _content(before[key]) == _content(after[key])
+        name = f"{key[1].rpartition(':')[2]}/{key[0]}"
+        deployed.deployments[name] = "created" if key not in before else "unchanged" if is_equal else "updated"
+        if kept.get(key):
+            deployed.kept[name] = kept[key]
 
 
-def _note(deployed: Deployed, digests: Digests, name: str, fields: Mapping[str, Any], kept: list[str]) -> None:
-    if kept:
-        deployed.kept[name] = kept
-    digests[name] = operator_changes.new_digests(fields, kept, digests.get(name, {}))
-
-
-def _read_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:
-    try:
-        return client.read_deployment_by_name(name)
-    except ObjectNotFound:
-        return None
+def _read_deployments(client: SyncPrefectClient, keys: Collection[Entry]) -> dict[Entry, DeploymentResponse]:
+    """The deployments of prefect.yaml that are on the server, by name and entrypoint."""
+    named = DeploymentFilter(name=DeploymentFilterName(any_=sorted({name for name, _ in keys})))
+    by_key = {(each.name, each.entrypoint or ""): each for each in client.read_deployments(deployment_filter=named)}
+    return {key: by_key[key] for key in keys if key in by_key}
 
 
 def _content(deployment: DeploymentResponse) -> dict[str, Any]:
-    described = {"description", "entrypoint", "path", "pull_steps", "parameter_openapi_schema", "work_pool_name"}
-    return {**operator_changes.fields_of(deployment), **deployment.model_dump(mode="json", include=described)}
+    """What `deploy` sets, with the order of tags as the server has it."""
+    names = {
+        "concurrency_limit", "concurrency_options", "description", "entrypoint", "job_variables",
+        "parameter_openapi_schema", "parameters", "path", "paused", "pull_steps", "tags", "work_pool_name",
+    }  # fmt: skip
+    content = deployment.model_dump(mode="json", include=names)
+    content["schedules"] = sorted(
+        schedule.model_dump_json(include={"schedule", "active", "parameters", "slug"})
+        for schedule in deployment.schedules
+    )
+    return {**content, "tags": sorted(deployment.tags)}
 
 
 def read_project(file: Path, kind: str) -> dict[str, Any]:

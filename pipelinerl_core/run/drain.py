@@ -51,6 +51,11 @@ def wants_drain(store: ObjectStore) -> bool:
         return False
 
 
+def drained_by(store: ObjectStore) -> str:
+    """Who has requested the drain that `wants_drain` returns. Raises MissingObject, StoreError."""
+    return read_record(store, CONTROL_KEY, ControlRecord).by
+
+
 def stop_when_drained(store: ObjectStore, stop: threading.Event) -> None:
     """Set `stop` once a drain is requested; a separate thread polls for the request."""
 

@@ -1,12 +1,16 @@
 """README.md of an exported model: base, data, reward, curve, and how to train it again."""
 
+import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import tomli_w
 
 from pipelinerl_core import __version__
-from pipelinerl_core.config import RunConfig, as_toml
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.prompts import RowPrompts
 from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.models.hub import is_hub_model
@@ -25,17 +29,31 @@ def write_card(run: RunContext, version: int, base: Path, directory: Path) -> No
 
     base: directory of the starting model, whose card names its licence.
     """
-    settings = as_toml(run.config)
+    copies: dict[str, str] = {}
     for location, code in stored_files(run).items():
         path, _, name = location.rpartition(":")
-        copy = Path(CODE, Path(path).name)
-        if (directory / copy).exists():  # two files of this name
-            copy = Path(CODE, f"{len(list((directory / CODE).iterdir()))}_{Path(path).name}")
         (directory / CODE).mkdir(exist_ok=True)
-        (directory / copy).write_text(code, encoding="utf-8")
-        settings = settings.replace(f'"{location}"', f'"{copy}:{name}"')
+        copy = _free(directory / CODE, Path(path).name)
+        copy.write_text(code, encoding="utf-8")
+        copies[location] = f"{copy.relative_to(directory)}:{name}"
+    settings = tomli_w.dumps(_replaced(run.config.model_dump(mode="json"), copies))
     (directory / SETTINGS).write_text(settings, encoding="utf-8")
     (directory / CARD).write_text("\n".join(_lines(run, version, base)) + "\n", encoding="utf-8")
+
+
+def _free(directory: Path, name: str) -> Path:
+    """A file of this name, or with a number before the name, that does not exist."""
+    numbered = (directory / f"{number}_{name}" for number in itertools.count(2))
+    return next(path for path in (directory / name, *itertools.islice(numbered, 1000)) if not path.exists())
+
+
+def _replaced(values: Any, texts: Mapping[str, str]) -> Any:
+    """JSON values in which the texts of a mapping are replaced."""
+    if isinstance(values, dict):
+        return {key: _replaced(value, texts) for key, value in values.items()}
+    if isinstance(values, list):
+        return [_replaced(value, texts) for value in values]
+    return texts.get(values, values) if isinstance(values, str) else values
 
 
 def _lines(run: RunContext, version: int, base: Path) -> Iterator[str]:

@@ -12,16 +12,17 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from uuid import UUID
 
 import psutil
 import pytest
 from prefect.automations import Automation
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import DeploymentUpdate
-from prefect.events.actions import DoNothing
+from prefect.events.actions import CallWebhook
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from pipelinerl.tasks.operator_changes import fields_of
+from pipelinerl.tasks.suspension import HELD_EVENT
 from pipelinerl_core.ledger import ActorKey
 from pipelinerl_core.run.history import counted_commit_keys, read_commit
 from pipelinerl_core.storage.object_store import open_store
@@ -34,8 +35,6 @@ CANCEL_SECONDS = 120.0
 """Within which a cancelled run leaves nothing behind."""
 SUSPEND_SECONDS = 120.0
 """Within which a suspended run has drained."""
-HELD_SECONDS = 5.0
-"""For which a suspended run is watched. pipelinerl-unresponsive would act after 90 s."""
 STABLE_SECONDS = 5.0
 """A worker asks for work every two seconds."""
 
@@ -266,7 +265,8 @@ def test_a_suspended_run_drains_and_stays_so_until_it_is_resumed_and_a_deleted_f
     assert flow_run["state"]["message"] == f"suspended after step {steps}; Resume continues the run"
     assert flow_run["state"]["state_details"]["pause_timeout"] is None
     assert_closes(url)
-    time.sleep(HELD_SECONDS)
+    occurred = {"event": {"name": [HELD_EVENT]}, "occurred": {"since": flow_run["start_time"]}}
+    await_(lambda: prefect.ask("/events/filter", {"filter": occurred})["events"], "an event after the heartbeats", 60)
     assert (prefect.run(run)["state_name"], committed_steps(url)) == ("Suspended", steps)
     prefect.ask(f"/flow_runs/{run}/resume", {})  # the button Resume
     await_(lambda: committed_steps(url) >= steps + 2, "two further steps", 300)
@@ -307,34 +307,35 @@ def test_a_flow_run_that_never_comes_to_run_again_is_given_up_by_name(prefect):
 
 def test_deploy_keeps_what_operators_have_changed(prefect):
     prefect.command("deployment", "schedule", "create", "train/nightly", "--cron", "5 4 * * *")
+    prefect.command("deployment", "schedule", "create", "evaluate/evaluate", "--interval", "3600")
     with temporary_settings({PREFECT_API_URL: prefect.url}), get_client(sync_client=True) as client:
 
-        def deployment(name):
-            return fields_of(client.read_deployment_by_name(name))
+        def schedules():
+            named = [client.read_deployment_by_name(name) for name in ("train/nightly", "evaluate/evaluate")]
+            return [len(deployment.schedules) for deployment in named]
 
         nightly = client.read_deployment_by_name("train/nightly").id
-        client.update_deployment(
-            nightly, DeploymentUpdate(paused=True, tags=["pipelinerl", "night"], concurrency_limit=3)
-        )
-        evaluate = client.read_deployment_by_name("evaluate/evaluate").id
-        client.update_deployment(evaluate, DeploymentUpdate(job_variables={"env": {"NCCL_DEBUG": "INFO"}}))
-        before = {name: deployment(name) for name in ("train/nightly", "evaluate/evaluate")}
+        update = DeploymentUpdate(paused=True, tags=["pipelinerl", "night"], concurrency_limit=3)
+        client.update_deployment(nightly, update)
         resume = Automation.read(name="pipelinerl-resume")
-        resume.model_copy(update={"actions": [DoNothing()]}).update()
+        added = CallWebhook(block_document_id=UUID(int=1))
+        resume.model_copy(update={"actions": [*resume.actions, added]}).update()
         kept = {
             "train/nightly": ["schedules", "paused", "tags", "concurrency_limit"],
-            "evaluate/evaluate": ["job_variables"],
-            "pipelinerl-resume": ["actions"],
+            "evaluate/evaluate": ["schedules"],
         }
         for _ in range(2):
             again = prefect.deploy("--max-resumes", str(MAX_RESUMES))
             assert again["kept"] == kept
             assert {*again["deployments"].values(), *again["automations"].values()} == {"unchanged"}
-            assert {name: deployment(name) for name in before} == before
-            assert Automation.read(name="pipelinerl-resume").actions == [DoNothing()]
+            after = client.read_deployment(nightly)
+            assert (after.paused, sorted(after.tags)) == (True, ["night", "pipelinerl"])
+            assert after.global_concurrency_limit.limit == 3
+            assert schedules() == [2, 1]
+            assert added in Automation.read(name="pipelinerl-resume").actions
         reset = prefect.deploy("--max-resumes", str(MAX_RESUMES), "--reset")
-        assert [name for name, change in reset["deployments"].items() if change == "updated"] == [*before]
-        assert reset["automations"]["pipelinerl-resume"] == "updated"
-        after = deployment("train/nightly")
-        assert [schedule["active"] for schedule in after["schedules"]] == [False]
-        assert (after["tags"], after["paused"]) == (["nightly", "pipelinerl"], True)
+        assert {name for name, change in reset["deployments"].items() if change == "updated"} == set(kept)
+        assert (reset["kept"], schedules()) == ({}, [1, 0])
+        after = client.read_deployment(nightly)
+        assert (after.paused, sorted(after.tags)) == (False, ["nightly", "pipelinerl"])
+        assert len(Automation.read(name="pipelinerl-resume").actions) == 1

@@ -74,21 +74,21 @@ def test_the_card_names_base_licence_data_reward_and_how_to_train_again(run, tmp
 
 
 def test_an_export_has_the_files_of_the_user_and_settings_that_name_them(run, tmp_path, monkeypatch):
-    reward, loss = tmp_path / "mine.py", tmp_path / "losses" / "mine.py"
-    loss.parent.mkdir()
-    reward.write_text("def score(text, row):\n    return 1.0\n")
-    loss.write_text("def surrogate(batch):\n    return batch.logprobs\n")
+    reward, loss = tmp_path / 'my "own"' / "mine.py", tmp_path / "code" / "mine.py"
+    for file, text in ((reward, "def score(text): return 1.0\n"), (loss, "def surrogate(batch): return 1\n")):
+        file.parent.mkdir()
+        file.write_text(text)
     own = [f"reward.function={reward}:score", f"loss.function={loss}:surrogate"]
     config = load_config("quickstart", [f"model.path={tmp_path / 'start'}", "loss.kind=custom", *own])
     store = open_store(run)
     put_run(store, run_id="one", config=config, code=store_code(store, config))
+    texts = [reward.read_text(), loss.read_text()]
     reward.unlink()
+    loss.unlink()
     export(run, tmp_path / "exported")
     monkeypatch.chdir(tmp_path / "exported")
     settings = load_config("pipelinerl.toml")
-    assert [local_code(settings), read_local("loss.function", settings.loss.own_functions["loss.function"])] == [
-        "def score(text, row):\n    return 1.0\n", loss.read_text(),
-    ]  # fmt: skip
+    assert [local_code(settings), read_local("loss.function", settings.loss.function)] == texts
 
 
 @pytest.mark.parametrize(("version", "value"), [("last", 2.0), pytest.param("0", 0.0, marks=pytest.mark.slow)])
