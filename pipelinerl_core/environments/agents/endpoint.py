@@ -196,9 +196,9 @@ class Endpoint:
             if not _are_objects(tools):
                 raise BadRequest("tools is no list of objects")
             _check_json(tools)
-            is_early = bool(self._turns) and not self._turns[-1].asking.done()
+            earlier = self._turns[-1].asking if self._turns else None
             # A task of its own: the turn goes on if the program drops the connection.
-            asking = asyncio.create_task(self._asked(history, tools, is_early=is_early))
+            asking = asyncio.create_task(self._asked(history, tools, earlier))
             turn = _Turn(digest, key, asking)
             self._turns.append(turn)
         try:
@@ -219,8 +219,10 @@ class Endpoint:
         """The turn of an earlier request that this request repeats; None: this is a new request."""
         if key:
             return next((turn for turn in self._turns if turn.key == key), None)
-        last = self._turns[-1:] if _is_retry(head) else []
-        return next((turn for turn in last if turn.digest == digest), None)
+        if not _is_retry(head):
+            return None
+        candidates = [*self._turns[-1:], *(turn for turn in self._turns if not turn.asking.done())]
+        return next((turn for turn in candidates if turn.digest == digest), None)
 
     # ---- turns ---------------------------------------------------------------------------------------------------
 
@@ -241,12 +243,17 @@ class Endpoint:
         return history
 
     async def _asked(
-        self, history: list[Mapping[str, Any]], tools: list[Mapping[str, Any]], *, is_early: bool
+        self,
+        history: list[Mapping[str, Any]],
+        tools: list[Mapping[str, Any]],
+        earlier: asyncio.Task[Mapping[str, Any]] | None,
     ) -> Mapping[str, Any]:
-        """The next turn as a completion; an error of `ask` is an error of the episode."""
+        """The next turn as a completion, after the `earlier` turn; an error of `ask` is an error of the episode."""
+        if earlier is not None:
+            await asyncio.wait({earlier})
         try:
-            if is_early:
-                raise AskError("the program sent a request before the previous request had its answer")
+            if self.failed.done():
+                raise AskError("an earlier request of the program has failed")
             reply = await self._ask(history, tools)
         except BudgetSpent:
             self.is_spent = True

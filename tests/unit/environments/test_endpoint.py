@@ -263,6 +263,34 @@ def test_connections_are_bounded_and_silent_ones_end(monkeypatch):
     assert served(work) == (503, {408}, 200)
 
 
+def test_requests_at_the_same_time_are_turns_one_after_the_other():
+    async def work(server):
+        active, most, order = 0, 0, []
+
+        async def ask(history, tools=()):
+            nonlocal active, most
+            active, most = active + 1, max(most, active + 1)
+            await asyncio.sleep(0.05)
+            active -= 1
+            order.append(history[0]["content"])
+            return Reply(text=history[0]["content"], content=history[0]["content"])
+
+        server.endpoint._ask = ask
+        sent = []
+        for name in "abc":
+            body = {"messages": [{"role": "user", "content": name}]}
+            sent.append(asyncio.create_task(server.post("/chat/completions", body)))
+            await until(lambda: len(server.endpoint._turns) == len(sent))
+        repeated = await server.post(
+            "/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "x-stainless-retry-count: 1"
+        )
+        answers = [*await asyncio.gather(*sent), repeated]
+        texts = [body["choices"][0]["message"]["content"] for _, body in answers]
+        return texts, order, most, len(server.endpoint._turns)
+
+    assert served(work) == (["a", "b", "c", "a"], ["a", "b", "c"], 1, 3)
+
+
 def test_the_reward_counts_once_and_from_its_own_episode_only():
     async def work(client):
         async with Endpoint(client.ask) as other:
