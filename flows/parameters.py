@@ -14,6 +14,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 KEYS: Mapping[str, str] = MappingProxyType(
     {
+        "name": "tracking.name",
+        "tags": "tracking.tags",
+        "notes": "tracking.notes",
+        "owner": "tracking.owner",
         "model": "model.path",
         "data": "prompts.path",
         "reward": "reward.function",
@@ -72,6 +76,12 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, title="Settings", json_schema_extra=_as_plain_fields)
 
+    name: str | None = Field(None, max_length=100, description="Name of the run; the run id begins with it.")
+    tags: str | None = Field(None, description="Labels, for example exp42,team:alice.")
+    notes: str | None = Field(
+        None, max_length=5000, description="Why the run exists; the description of the run in MLflow."
+    )
+    owner: str | None = Field(None, max_length=100, description="Whose run this is; empty: the user of the worker.")
     model: str | None = Field(
         None,
         description="Directory or hub name (org/name) of a model, on the machines of the run. Chat models also "

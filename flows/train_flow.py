@@ -110,14 +110,15 @@ def train(
     outage of the store that is longer than all restarts of the roles, a worker starts the flow run again, and the
     start waits for the store.
     """
+    changes = (*settings.overrides(), *overrides)
+    job = None if resume else new_job(preset, changes, root)
     if flow_run.run_count > 1:  # perhaps after an outage of the store
         await_store(resume if "/" in resume else root_url(root))
-        url = resume or run_url(root, new_run_id(preset, str(flow_run.id)))
+        url = run_url(root, new_run_id(job.name, str(flow_run.id))) if job else resume
         refuse_lost_run(url)
         if "/" in url:
             await_earlier_start(url)
-    changes = (*settings.overrides(), *overrides)
-    result = train_run(resume_job(resume, changes, root) if resume else new_job(preset, changes, root))
+    result = train_run(job or resume_job(resume, changes, root))
     if not server_answers(SERVER_SECONDS):
         raise Pause  # without heartbeats the flow run becomes Crashed, and its next start completes it
     return result
@@ -205,7 +206,7 @@ def open_job(job: Job, *, is_checked: bool) -> tuple[RunContext, RunTracker]:
         url = job.run.store.url
         return open_at(url, job.config, {}, run=job.run, is_checked=is_checked, parameters={"resume": url})
     root = root_url(job.root)
-    url = run_url(root, new_run_id(job.preset, str(flow_run.id)))
+    url = run_url(root, new_run_id(job.name, str(flow_run.id)))
     return open_at(url, job.config, {"preset": job.preset}, is_checked=is_checked, parameters={"root": root})
 
 
@@ -234,15 +235,22 @@ def open_at(
         count_start(url, flow_run_id, flow_run.run_count, config.placement.max_resumes)
         if not is_checked:
             preflight(config, url.rpartition("/")[0], run=run)
-    config = config if run else pinned(config)
+    config = config if run else with_tags_of_flow_run(pinned(config))
     tracker, mlflow = open_tracker(config, url, run.record if run else None, flow_run_id, labels)
     if run is None:
         run = create_run(url, config, flow_run_id=flow_run_id, mlflow=mlflow)
-    name_flow_run(run.run_id, parameters or {}, is_new=is_new)
+    name_flow_run(run.run_id, parameters or {}, run.config.tracking.tags, is_new=is_new)
     warn_of_changed_code(run)
     clear_earlier_drain_request(run.store, flow_run_id)
     remember_latest(url)
     return replace(run, token=hub_token(run)), tracker
+
+
+def with_tags_of_flow_run(config: RunConfig) -> RunConfig:
+    """The configuration with the tags that a user has given the flow run, beside its own."""
+    given = [tag for tag in flow_run.tags or () if not tag.startswith("pipelinerl")]
+    tags = tuple(dict.fromkeys((*config.tracking.tags, *given)))
+    return config.model_copy(update={"tracking": config.tracking.model_copy(update={"tags": tags})})
 
 
 def show_supervision() -> None:

@@ -8,7 +8,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from threading import Event
 from typing import Any, Protocol
@@ -437,18 +437,18 @@ def is_deployed() -> bool:
     return bool(context and context.flow_run and context.flow_run.deployment_id)
 
 
-def name_flow_run(run_id: str, parameters: Mapping[str, str], *, is_new: bool) -> None:
-    """Give the current flow run the name and the tag of its run, and the parameters by which a retry finds the run.
+def name_flow_run(run_id: str, parameters: Mapping[str, str], tags: Sequence[str] = (), *, is_new: bool) -> None:
+    """Give the current flow run the name and the tags of its run, and the parameters by which a retry finds the run.
 
     is_new: no step of the run is trained yet. If a worker has started the flow run, raises PipelineRLError if the
     server does not store the parameters: a retry on a worker with another root would start the run again at step 0.
     """
     try:
-        tags = dict.fromkeys([*flow_run.tags, run_tag(run_id)])
+        all_tags = dict.fromkeys([*flow_run.tags, *tags, run_tag(run_id)])
         own = UUID(str(flow_run.id))
         with get_client(sync_client=True) as client:
             stored = client.read_flow_run(own).parameters
-            client.update_flow_run(own, name=run_id, tags=list(tags), parameters={**stored, **parameters})
+            client.update_flow_run(own, name=run_id, tags=list(all_tags), parameters={**stored, **parameters})
     except Exception as error:  # noqa: BLE001 (whatever the client raises)
         if is_new and parameters and is_deployed():
             raise PipelineRLError(

@@ -60,7 +60,7 @@ def run_training(job: Job) -> dict[str, Any]:
         opened.append(run)
         say(f"run {run.run_id} at {run.store.url}")
 
-    name = job.run.run_id if job.run else plain_name(job.preset)
+    name = job.run.run_id if job.run else plain_name(job.name)
     flow = _with_body(train, name, lambda: train_run(job, is_checked=True, on_open=on_open))
     report = _run(lambda: flow(**parameters), job.config, root, lambda: _say_how_to_resume(root, opened))
     if report["steps"] < job.config.trainer.steps:

@@ -11,20 +11,27 @@ from pipelinerl.flows.cli.console import answer
 def runs(
     root: Root = "",
     limit: Annotated[int, typer.Option("--limit", "-n", help="Show the newest N runs; 0: all.", min=0)] = 20,
+    owner: Annotated[str, typer.Option(help="Only runs whose owner contains this text.")] = "",
+    tag: Annotated[str, typer.Option(help="Only runs with this tag: team:alice, or team for any value.")] = "",
+    state: Annotated[str, typer.Option(help="Only running, stopped, finished or unreadable runs.")] = "",
     as_json: Json = False,
 ) -> None:
-    """List the runs below a root, newest first: state, step, reward, held-out accuracy, model.
+    """List the runs below a root, newest first: owner, state, step, reward, held-out accuracy, model, tags.
 
     Reads only stored objects. `pipelinerl status RUN` has the details of one run.
 
-    Examples: `pipelinerl runs`, `pipelinerl runs --root s3://bucket/runs --limit 5`, `pipelinerl runs --json`
+    Examples: `pipelinerl runs`, `pipelinerl runs --tag exp42 --state finished`, `pipelinerl runs --root
+    s3://bucket/runs --limit 5`, `pipelinerl runs --json`
     """
-    from pipelinerl_core.report.run_list import list_runs, run_table
+    from pipelinerl_core.errors import ConfigError
+    from pipelinerl_core.report.run_list import STATES, Wanted, list_runs, run_table
     from pipelinerl_core.run.locate import root_url
     from pipelinerl_core.storage.object_store import open_store
 
     store = open_store(root_url(root))
-    listed = list_runs(store, limit)
+    if state not in ("", *STATES):
+        raise ConfigError(f"--state {state}: must be {', '.join(STATES)}")
+    listed = list_runs(store, limit, Wanted(owner=owner, tag=tag, state=state))
     document = {"root": store.url, "runs": [run.document() for run in listed]}
     lines = run_table(listed)
     unreadable = [f"{run.run_id}: {run.problem}" for run in listed if run.problem]

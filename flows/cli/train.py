@@ -27,6 +27,11 @@ def train(
             "the configuration of that run is the start, with your overrides. Moments of the optimizer start at 0.",
         ),
     ] = "",
+    name: Annotated[str, typer.Option(help="Name of the run; the run id begins with it.")] = "",
+    tags: Annotated[
+        str, typer.Option(metavar="A,B", help="Labels to find runs by, for example exp42,team:alice.")
+    ] = "",
+    notes: Annotated[str, typer.Option(help="Why the run exists; the description of the run in MLflow.")] = "",
     tiny: Annotated[
         bool,
         typer.Option(
@@ -47,6 +52,7 @@ def train(
     - `pipelinerl train quickstart trainer.steps=50 placement.actors=2`
     - `pipelinerl train mine.toml --tiny` runs your own reward and environment on a CPU
     - `pipelinerl train --from latest@20 learner.lr=1e-6` continues from version 20 with another rate
+    - `pipelinerl train mine.toml --name lr-sweep --tags exp42,team:alice` names the run
     - `pipelinerl train mine.toml --root s3://bucket/runs --json > report.json`
 
     `pipelinerl config --keys` lists every setting. Ctrl-C stops all processes; `pipelinerl resume` continues the run.
@@ -58,7 +64,8 @@ def train(
     from pipelinerl_core.errors import ConfigError
     from pipelinerl_core.run.jobs import new_job
 
-    changes = tuple(overrides or ())
+    labels = {"name": name, "tags": tags, "notes": notes}
+    changes = (*(overrides or ()), *(f"tracking.{key}={value}" for key, value in labels.items() if value))
     if parent:
         from pipelinerl_core.tools.start_from import start_from
 

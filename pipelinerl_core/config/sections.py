@@ -202,6 +202,16 @@ class TrackingConfig(Section):
     MLFLOW_TRACKING_PASSWORD; it is split off a URI."""
     experiment: str = "pipelinerl"
     """Name of the MLflow experiment that lists the runs. Set to separate studies."""
+    name: str = Field("", max_length=100)
+    """Name of the run: the run id begins with the name instead of the preset's. `train --name` sets it."""
+    tags: tuple[str, ...] = ()
+    """Labels to find runs by, in `runs --tag`, MLflow and Prefect, for example `team:alice` or `exp42`; in MLflow
+    `team` is the tag's key and `alice` its value. `train --tags` sets them."""
+    notes: str = Field("", max_length=5000)
+    """Why the run exists; MLflow shows the notes as the description of the run. `train --notes` sets them."""
+    owner: str = Field("", max_length=100)
+    """Whose run this is, in `runs --owner`; empty: user@host of the process that starts the run. Set in deployments,
+    whose workers run as one user."""
     wandb: bool = False
     """Log also to Weights & Biases (package wandb), in the project that `experiment` names. WANDB_API_KEY and the
     other variables of wandb apply."""

@@ -117,6 +117,9 @@ def _meta(facts: RunFacts, report: Mapping[str, Any]) -> str:
     created = datetime.fromtimestamp(facts.run.created_at, tz=UTC).strftime("%Y-%m-%d %H:%M UTC")
     parts = {
         "created": created,
+        "owner": facts.run.owner,
+        "tags": ", ".join(facts.run.config.get("tracking", {}).get("tags", ())),
+        "notes": facts.run.config.get("tracking", {}).get("notes"),
         "schedule": report["schedule"],
         "engine": report["engine"],
         "model": facts.run.config.get("model", {}).get("path"),

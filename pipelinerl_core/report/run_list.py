@@ -14,6 +14,7 @@ from pipelinerl_core.run.hub_status import HubWatch
 from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import EVALS_PREFIX, RUN_KEY, EvalRecord, RunRecord, eval_key, eval_version
 
+STATES = ("running", "stopped", "finished", "unreadable")
 _THREADS = 8
 """Runs that are read at once; a hub on another host is watched for up to five seconds."""
 
@@ -31,6 +32,9 @@ class ListedRun:
     steps: int = 0
     model: str = ""
     """model.path of the configuration."""
+    owner: str = ""
+    tags: tuple[str, ...] = ()
+    notes: str = ""
     parent: str = ""
     """The version that the run started from, <run>@<step>; empty: the model itself."""
     reward: float | None = None
@@ -47,13 +51,36 @@ class ListedRun:
         return asdict(self)
 
 
-def list_runs(root: ObjectStore, limit: int = 0) -> list[ListedRun]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which runs to list; an empty text: any."""
+
+    owner: str = ""
+    """A part of the owner."""
+    tag: str = ""
+    """A tag, `team:alice`, or the key of one, `team`."""
+    state: str = ""
+
+    def accepts(self, record: RunRecord | str) -> bool:
+        """Whether owner and tags match; a run that cannot be read matches if none is asked for."""
+        if isinstance(record, str):
+            return not (self.owner or self.tag)
+        tags = record.config.get("tracking", {}).get("tags", ())
+        has_tag = not self.tag or any(tag == self.tag or tag.partition(":")[0] == self.tag for tag in tags)
+        return has_tag and self.owner in record.owner
+
+
+def list_runs(root: ObjectStore, limit: int = 0, wanted: Wanted = Wanted()) -> list[ListedRun]:
     """The newest `limit` runs of a root (0: all), newest first. A run whose objects are damaged is `unreadable`."""
     with ThreadPoolExecutor(_THREADS) as pool:
         stores = [root.child(name) for name in root.children() if not name.startswith(".")]
         pairs = [(store, record) for store, record in zip(stores, pool.map(_record, stores), strict=True) if record]
         pairs.sort(key=lambda pair: pair[1].created_at if isinstance(pair[1], RunRecord) else 0.0, reverse=True)
-        return list(pool.map(lambda pair: _listed(*pair), pairs[:limit] if limit else pairs))
+        pairs = [pair for pair in pairs if wanted.accepts(pair[1])]
+        if not wanted.state:
+            return list(pool.map(lambda pair: _listed(*pair), pairs[:limit] if limit else pairs))
+        listed = [run for run in pool.map(lambda pair: _listed(*pair), pairs) if run.state == wanted.state]
+        return listed[:limit] if limit else listed
 
 
 def run_names(root: ObjectStore) -> list[str]:
@@ -100,6 +127,9 @@ def _read(store: ObjectStore, record: RunRecord) -> ListedRun:
         step=step,
         steps=steps,
         model=str(record.config.get("model", {}).get("path", "")),
+        owner=record.owner,
+        tags=tuple(record.config.get("tracking", {}).get("tags", ())),
+        notes=str(record.config.get("tracking", {}).get("notes", "")),
         parent=record.parent,
         reward=last.metrics.get("reward/mean") if last else None,
         held_out_first=first,
@@ -120,7 +150,9 @@ def run_table(runs: Sequence[ListedRun], now: float | None = None) -> list[str]:
     """The runs as aligned lines with a heading."""
     if not runs:
         return ["no runs yet"]
-    rows = [("RUN", "STARTED", "STATE", "STEP", "REWARD", "HELD-OUT", "MODEL")]
+    rows: list[tuple[str, ...]] = [
+        ("RUN", "STARTED", "OWNER", "STATE", "STEP", "REWARD", "HELD-OUT", "MODEL", "TAGS")
+    ]
     for run in runs:
         held_out = " -> ".join(
             f"{accuracy:.3f}" for accuracy in (run.held_out_first, run.held_out_last) if accuracy is not None
@@ -128,8 +160,13 @@ def run_table(runs: Sequence[ListedRun], now: float | None = None) -> list[str]:
         reward = "" if run.reward is None else f"{run.reward:.3f}"
         step = f"{run.step}/{run.steps}" if run.steps else ""
         rows.append(
-            (run.run_id, _age(run.created_at, now), run.state, step, reward, held_out, run.parent or run.model)
+            (
+                *(run.run_id, _age(run.created_at, now), run.owner, run.state, step, reward, held_out),
+                *(run.parent or run.model, ",".join(run.tags)),
+            )
         )
+    empty = {number for number in range(len(rows[0])) if not any(row[number] for row in rows[1:])}
+    rows = [tuple(cell for number, cell in enumerate(row) if number not in empty) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 

@@ -26,6 +26,11 @@ class Job:
     run: RunContext | None = None
     """The resumed run, with `config`."""
 
+    @property
+    def name(self) -> str:
+        """What the id of a new run begins with."""
+        return self.config.tracking.name or self.preset
+
 
 def new_job(preset: str, overrides: Sequence[str], root: str) -> Job:
     """Parse the configuration of a new run; raises ConfigError."""

@@ -1,5 +1,6 @@
 """Runs under a root: run ids, resolution of a RUN argument, opening and creating a run, and its shared memory."""
 
+import getpass
 import json
 import os
 import re
@@ -110,6 +111,7 @@ def create_run(url: str, config: RunConfig, *, flow_run_id: str, mlflow: MlflowR
         mlflow_uri=mlflow.uri if mlflow else None,
         code=code,
         packages=installed_packages(config),
+        owner=owner_of(config),
         parent=parent_of(config),
         files=local_files(config),
     )
@@ -119,6 +121,14 @@ def create_run(url: str, config: RunConfig, *, flow_run_id: str, mlflow: MlflowR
         if not store.exists(RUN_KEY):
             raise StoreError(str(error)) from None
     return open_run(url)
+
+
+def owner_of(config: RunConfig) -> str:
+    """tracking.owner, else user@host of this process."""
+    try:
+        return config.tracking.owner or f"{getpass.getuser()}@{socket.gethostname()}"
+    except (KeyError, OSError):  # a user without a name, as in some containers
+        return socket.gethostname()
 
 
 def remember_latest(url: str) -> None:

@@ -9,7 +9,7 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import Tracker
 from pipelinerl_core.run.context import log_directory
 from pipelinerl_core.run.local_files import parent_of
-from pipelinerl_core.run.locate import MlflowRef, code_version, git_commit
+from pipelinerl_core.run.locate import MlflowRef, code_version, git_commit, owner_of
 from pipelinerl_core.run.records import RunRecord
 from pipelinerl_core.telemetry.datasets import run_datasets
 from pipelinerl_core.telemetry.mlflow import MlflowTracker, Status, tracking_uri
@@ -72,7 +72,10 @@ def open_tracker(
     uri = tracking_uri(config.tracking.chosen_uri, root)
     tracker: RunTracker = NoTracker()
     mlflow = None
-    tags = {**run_tags(config), **source_tags(flow_run_id), "pipelinerl.url": url, **labels}
+    owner = record.owner if record else owner_of(config)
+    tags = {
+        **label_tags(config, owner), **run_tags(config), **source_tags(flow_run_id), "pipelinerl.url": url, **labels
+    }  # fmt: skip
     if uri is not None:
         tracker = MlflowTracker(
             uri,
@@ -116,6 +119,16 @@ def closing(tracker: RunTracker) -> Iterator[None]:
         raise
     finally:
         tracker.close(status)
+
+
+def label_tags(config: RunConfig, owner: str) -> dict[str, str]:
+    """Tags, owner and description that a user has given the run. A tag `team:alice` has the value alice, `x` true."""
+    pairs = (tag.partition(":") for tag in config.tracking.tags)
+    return {
+        **{key.strip(): value.strip() or "true" for key, _, value in pairs if key.strip()},
+        **({"mlflow.user": owner} if owner else {}),
+        **({"mlflow.note.content": config.tracking.notes} if config.tracking.notes else {}),
+    }
 
 
 def run_tags(config: RunConfig) -> dict[str, str]:

@@ -252,6 +252,7 @@ def test_run_json_is_written_once_and_the_first_record_counts(tmp_path):
 
 def test_a_retry_of_a_flow_run_has_the_same_run_id_and_files_give_their_name():
     flow_run = "0a1b2c3d-4e5f-6789-abcd-ef0123456789"
+    assert new_run_id("lr sweep 3", flow_run) == "lr-sweep-3-0a1b2c3d"
     assert new_run_id("quickstart", flow_run) == "quickstart-0a1b2c3d"
     assert new_run_id("/etc/My Model_v2.toml", flow_run) == "my-model-v2-0a1b2c3d"
 

@@ -23,6 +23,7 @@ EXAMPLES = {
     "steps": 20, "seed": 3, "actors": 2, "placement": "work_pools", "engine": "vllm", "concurrency": 32,
     "schedule": "april", "max_lag": 6, "groups_per_step": 4, "group_size": 4, "max_tokens": 32, "learning_rate": 2e-4,
     "loss": "dapo", "model": "/models/mine", "data": "rows.jsonl", "reward": "my.py:score", "environment": "",
+    "name": "my run", "tags": "a,team:b", "notes": "why: x = 3", "owner": "alice",
 }  # fmt: skip
 
 
@@ -79,7 +80,7 @@ def test_every_field_has_a_key_and_reaches_the_configuration():
         reached = config
         for part in KEYS[name].split("."):
             reached = getattr(reached, part)
-        assert reached == value, name
+        assert reached == (tuple(value.split(",")) if name == "tags" else value), name
     assert Settings().overrides() == ()
 
 

@@ -1,5 +1,6 @@
 """What the train flow starts, and when it does not; roles that are only names."""
 
+import getpass
 import logging
 import socket
 from contextlib import nullcontext
@@ -203,20 +204,24 @@ def test_a_complete_run_that_is_started_again_passes_no_check_of_a_start(complet
 
 
 def test_the_flow_run_is_tagged_after_its_run_exists(tmp_path, monkeypatch):
-    url, config = f"file://{tmp_path}/r-1", load_config("quickstart")
-    monkeypatch.setattr(train_flow, "flow_run", SimpleNamespace(id="f-1", run_count=1, tags=[]))
+    url, config = f"file://{tmp_path}/r-1", load_config("quickstart", ["tracking.tags=exp42"])
+    tags = ["pipelinerl", "exp42", "team:alice", "pipelinerl.run:r-0"]
+    monkeypatch.setattr(train_flow, "flow_run", SimpleNamespace(id="f-1", run_count=1, tags=tags))
     monkeypatch.setattr(train_flow, "pinned", lambda config: config)
     monkeypatch.setattr(train_flow, "open_tracker", lambda *_: (MagicMock(), None))
     monkeypatch.setattr(train_flow, "hub_token", lambda run: "x" * 32)
     named = []
 
-    def name_flow_run(run_id, parameters, *, is_new):
+    def name_flow_run(run_id, parameters, tags, *, is_new):
         assert open_store(url).exists("run.json")
-        named.append((run_id, dict(parameters), is_new))
+        named.append((run_id, dict(parameters), tags, is_new))
 
     monkeypatch.setattr(train_flow, "name_flow_run", name_flow_run)
     train_flow.open_at(url, config, {}, is_checked=True, parameters={"root": f"file://{tmp_path}"})
-    assert named == [("r-1", {"root": f"file://{tmp_path}"}, True)]
+    assert named == [("r-1", {"root": f"file://{tmp_path}"}, ("exp42", "team:alice"), True)]
+    record = open_run(url).record
+    assert record.config["tracking"]["tags"] == ["exp42", "team:alice"]
+    assert record.owner == f"{getpass.getuser()}@{socket.gethostname()}"
 
 
 @pytest.mark.parametrize("tags", [["pipelinerl.run:r-1"], ["pipelinerl.run:another"], []])

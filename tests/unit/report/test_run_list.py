@@ -2,8 +2,9 @@
 
 import pytest
 
-from pipelinerl_core.report.run_list import list_runs, run_names, run_table
-from pipelinerl_core.run.records import RUN_KEY
+from pipelinerl_core.report.run_list import Wanted, list_runs, run_names, run_table
+from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.records import RUN_KEY, RunRecord
 from pipelinerl_core.storage.object_store import open_store
 from tests.counting_store import CountingStore
 from tests.synthetic_run import Shape, write_run
@@ -55,6 +56,25 @@ def test_a_run_costs_few_requests_however_long_the_run_is(tmp_path):
 
     assert list_runs(Root(root))[0].step == 40
     assert sum(store.total for store in counted) <= 14
+
+
+def test_runs_are_found_by_owner_tag_and_state(root):
+    for name, owner, tags in (("old-1", "alice@a", ["exp42"]), ("new-2", "bob@a", ["team:x", "exp42"])):
+        record = read_record(root.child(name), RUN_KEY, RunRecord)
+        config = {**record.config, "tracking": {**record.config["tracking"], "tags": tags}}
+        changed = record.model_copy(update={"owner": owner, "config": config})
+        root.child(name).put(RUN_KEY, changed.model_dump_json().encode())
+
+    def names(**wanted):
+        return [run.run_id for run in list_runs(root, wanted=Wanted(**wanted))]
+
+    assert names() == names(tag="exp42") == names(owner="@a") == names(state="finished") == ["new-2", "old-1"]
+    assert names(owner="alice") == ["old-1"]
+    assert names(tag="team") == names(tag="team:x") == ["new-2"]
+    assert names(tag="team:y") == names(state="running") == names(tag="x") == []
+    head, new, _ = run_table(list_runs(root))
+    assert head.index("OWNER") == new.index("bob@a")
+    assert new.endswith("team:x,exp42")
 
 
 def test_the_table_has_aligned_columns(root):

@@ -18,7 +18,7 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.history import read_commit
-from pipelinerl_core.run.mlflow_run import open_tracker
+from pipelinerl_core.run.mlflow_run import label_tags, open_tracker
 from pipelinerl_core.run.records import commit_key
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision import checks
@@ -188,3 +188,13 @@ def test_only_the_checks_of_a_first_start_ask_for_mlflow(monkeypatch, tmp_path):
     assert asked == []
     checks.check_all(config, str(tmp_path))
     assert asked == ["http://127.0.0.1:1"]
+
+
+def test_labels_of_a_user_are_tags_owner_and_description_in_mlflow():
+    labels = ["tracking.tags=exp42,team:alice,model:mine", "tracking.notes=why: x = 3"]
+    tags = label_tags(load_config("quickstart", labels), "alice@a")
+    assert tags == {
+        "exp42": "true", "team": "alice", "model": "mine", "mlflow.user": "alice@a",
+        "mlflow.note.content": "why: x = 3",
+    }  # fmt: skip
+    assert label_tags(load_config("quickstart"), "") == {}
