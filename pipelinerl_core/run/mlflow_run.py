@@ -1,5 +1,6 @@
 """The MLflow run of a training run: opened before run.json is written, found again when the run is resumed."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -16,6 +17,10 @@ from pipelinerl_core.telemetry.mlflow import MlflowTracker, Status, tracking_uri
 from pipelinerl_core.telemetry.system import SystemSampler
 from pipelinerl_core.telemetry.wandb import WandbTracker
 from pipelinerl_core.types import LoggedStep
+
+
+_NOT_IN_KEYS = re.compile(r"[^/\w.\- ]")
+"""Characters that MLflow refuses in the key of a tag."""
 
 
 class RunTracker(Tracker, Protocol):
@@ -125,7 +130,7 @@ def label_tags(config: RunConfig, owner: str) -> dict[str, str]:
     """Tags, owner and description that a user has given the run. A tag `team:alice` has the value alice, `x` true."""
     pairs = (tag.partition(":") for tag in config.tracking.tags)
     return {
-        **{key.strip(): value.strip() or "true" for key, _, value in pairs if key.strip()},
+        **{_NOT_IN_KEYS.sub("_", key.strip()): value.strip() or "true" for key, _, value in pairs if key.strip()},
         **({"mlflow.user": owner} if owner else {}),
         **({"mlflow.note.content": config.tracking.notes} if config.tracking.notes else {}),
     }
