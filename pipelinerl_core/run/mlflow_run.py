@@ -18,7 +18,6 @@ from pipelinerl_core.telemetry.system import SystemSampler
 from pipelinerl_core.telemetry.wandb import WandbTracker
 from pipelinerl_core.types import LoggedStep
 
-
 _NOT_IN_KEYS = re.compile(r"[^/\w.\- ]")
 """Characters that MLflow refuses in the key of a tag."""
 
