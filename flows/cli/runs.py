@@ -33,6 +33,7 @@ def runs(
         raise ConfigError(f"--state {state}: must be {', '.join(STATES)}")
     listed = list_runs(store, limit, Wanted(owner=owner, tag=tag, state=state))
     document = {"root": store.url, "runs": [run.document() for run in listed]}
-    lines = run_table(listed)
+    is_filtered = bool(owner or tag or state)
+    lines = run_table(listed) if listed or not is_filtered else ["no run matches"]
     unreadable = [f"{run.run_id}: {run.problem}" for run in listed if run.problem]
     answer(document, [*lines, *unreadable, f"at: {store.url}"], as_json=as_json)

@@ -29,7 +29,7 @@ class Job:
     @property
     def name(self) -> str:
         """What the id of a new run begins with."""
-        return self.config.tracking.name or self.preset
+        return self.config.tracking.name.replace("/", "-") or self.preset
 
 
 def new_job(preset: str, overrides: Sequence[str], root: str) -> Job:
