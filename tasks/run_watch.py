@@ -57,6 +57,8 @@ READ_SECONDS = 2.0
 """Shortest time between two readings of the run's commits."""
 READ_SHARE = 0.02
 """Largest share of a core for reading; if readings take longer, they are less frequent."""
+AFTER_ERROR_SECONDS = 60.0
+"""Until the next question for the state of the flow run if the Prefect server gave no answer."""
 PROGRESS_SECONDS = 10.0
 """Shortest time between two updates of the progress artifact."""
 TABLE_SECONDS = 30.0
@@ -96,7 +98,7 @@ class RunWatch:
         self._is_linked = False
         self.is_held = False
         """A user has suspended or deleted the flow run; the run drains."""
-        self._asked_at = -LOOK_SECONDS
+        self._next_question = 0.0
         self._progress: UUID | None = None
         self._progress_at = -PROGRESS_SECONDS
         self._next_reading = 0.0
@@ -159,15 +161,16 @@ class RunWatch:
         """Read new objects if the pause is over, and update the view; if a user has suspended the flow run, drain."""
         if time.monotonic() >= self._next_reading:
             self._read()
-        if not self.is_held and time.monotonic() - self._asked_at >= LOOK_SECONDS:
-            self._asked_at = time.monotonic()
-            _quietly("state of the flow run", self._drain_if_held)
+        if not self.is_held and time.monotonic() >= self._next_question:
+            self._next_question = time.monotonic() + AFTER_ERROR_SECONDS
+            _quietly("question for the state of the flow run", self._drain_if_held)
 
     def _drain_if_held(self) -> None:
         if reason := why_drain():
             logger.info("%s: the run drains", reason)
             ask_to_drain(self._run.store, by=f"{BY_STATE}{reason}")
             self.is_held = True
+        self._next_question = time.monotonic() + LOOK_SECONDS
 
     def finish(self, report: Mapping[str, Any] | None) -> None:
         """Read the remaining objects and make the artifacts: progress, weight versions, report, link to the metrics.

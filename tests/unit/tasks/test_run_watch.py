@@ -11,6 +11,7 @@ from pipelinerl.tasks import run_watch
 from pipelinerl.tasks.run_watch import FAILURE_LINES, STALL_SECONDS, RunWatch
 from pipelinerl_core.errors import DeadlineExceeded, StoreError
 from pipelinerl_core.run.context import open_run
+from pipelinerl_core.run.drain import drained_by
 from pipelinerl_core.run.records import RoleRecord, role_key
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision.supervise import RoleFailed
@@ -124,6 +125,28 @@ def test_nothing_that_fails_at_the_end_fails_the_run_and_each_failure_is_a_line(
         f"artifacts of the flow run {remedy}: no server",
         f"end of the MLflow run {remedy}: no MLflow",
     ]
+
+
+def test_a_run_whose_flow_run_is_suspended_drains_and_a_server_without_answer_is_asked_once_a_minute(
+    watch, clock, monkeypatch
+):
+    answers = iter([ConnectionError("no server"), "", "the flow run is suspended"])
+    asked = []
+
+    def why_drain():
+        asked.append(clock.now - start)
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    start = clock.now
+    monkeypatch.setattr(run_watch, "why_drain", why_drain)
+    for _ in range(80):
+        look(watch, clock, 1.0)
+    assert [round(seconds) for seconds in asked] == [5, 65, 70]
+    assert watch.is_held
+    assert drained_by(watch._run.store) == "Prefect: the flow run is suspended"
 
 
 def test_a_failure_is_an_artifact_with_the_log_of_the_role_and_the_command_that_continues(
