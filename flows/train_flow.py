@@ -27,6 +27,7 @@ from pipelinerl.tasks.placement import (
     is_deployed,
     name_flow_run,
     run_tag,
+    started_run,
 )
 from pipelinerl.tasks.preflight import preflight
 from pipelinerl.tasks.report import write_reports
@@ -111,13 +112,14 @@ def train(
     start waits for the store.
     """
     changes = (*settings.overrides(), *overrides)
-    job = None if resume else new_job(preset, changes, root)
-    if flow_run.run_count > 1:  # perhaps after an outage of the store
+    run_id = started_run(resume)
+    if flow_run.run_count > 1 or run_id:  # perhaps after an outage of the store
         await_store(resume if "/" in resume else root_url(root))
-        url = run_url(root, new_run_id(job.name, str(flow_run.id))) if job else resume
+    job = None if resume else new_job(preset, changes, root)
+    if run_id:
+        url = resume if "/" in resume else run_url(root, run_id)
         refuse_lost_run(url)
-        if "/" in url:
-            await_earlier_start(url)
+        await_earlier_start(url)
     result = train_run(job or resume_job(resume, changes, root))
     if not server_answers(SERVER_SECONDS):
         raise Pause  # without heartbeats the flow run becomes Crashed, and its next start completes it
@@ -206,7 +208,8 @@ def open_job(job: Job, *, is_checked: bool) -> tuple[RunContext, RunTracker]:
         url = job.run.store.url
         return open_at(url, job.config, {}, run=job.run, is_checked=is_checked, parameters={"resume": url})
     root = root_url(job.root)
-    url = run_url(root, new_run_id(job.name, str(flow_run.id)))
+    # An earlier start of this flow run has named the run; the name in a file may have changed since.
+    url = run_url(root, started_run() or new_run_id(job.name, str(flow_run.id)))
     return open_at(url, job.config, {"preset": job.preset}, is_checked=is_checked, parameters={"root": root})
 
 

@@ -37,6 +37,7 @@ from pipelinerl_core.errors import ConfigError, DeadlineExceeded, Fenced, Pipeli
 from pipelinerl_core.restart_budget import RestartBudget
 from pipelinerl_core.run.context import TOKEN_VARIABLE, RunContext
 from pipelinerl_core.run.evaluations import SCHEDULED
+from pipelinerl_core.run.locate import new_run_id
 from pipelinerl_core.run.records import eval_key
 from pipelinerl_core.supervision.fit import shared_memory_of
 from pipelinerl_core.supervision.gpus import gpus_of
@@ -429,6 +430,16 @@ def _quietly(failure: str, action: Callable[[], Any]) -> None:
 def run_tag(run_id: str) -> str:
     """Tag of all flow runs of a run: train, trainer and actors."""
     return f"pipelinerl.run:{run_id}"
+
+
+def started_run(resume: str = "") -> str:
+    """Id of the run that an earlier start of this flow run has created, or resumed; empty without an earlier start.
+
+    resume: the parameter of the flow run. A copy of a flow run may have the tags of its original.
+    """
+    wanted = resume.rpartition("/")[2] or new_run_id("", str(flow_run.id)).removeprefix("run")
+    ids = (tag.removeprefix(run_tag("")) for tag in flow_run.tags or () if tag.startswith(run_tag("")))
+    return next((run_id for run_id in ids if run_id.endswith(wanted)), "")
 
 
 def is_deployed() -> bool:

@@ -40,7 +40,7 @@ from pipelinerl_core.report.rollout_table import COLUMNS, MAX_STEPS, TABLE_NAME,
 from pipelinerl_core.report.samples import token_decoder
 from pipelinerl_core.report.scrape_targets import role_progress
 from pipelinerl_core.run.context import RunContext, log_directory
-from pipelinerl_core.run.drain import ask_to_drain
+from pipelinerl_core.run.drain import ask_to_drain, wants_drain
 from pipelinerl_core.run.follow import Forwarder, RunFollower
 from pipelinerl_core.run.hub_status import HubWatch
 from pipelinerl_core.run.locate import plain_name
@@ -168,7 +168,8 @@ class RunWatch:
     def _drain_if_held(self) -> None:
         if reason := why_drain():
             logger.info("%s: the run drains", reason)
-            ask_to_drain(self._run.store, by=f"{BY_STATE}{reason}")
+            if not wants_drain(self._run.store):  # the request of a user lasts longer
+                ask_to_drain(self._run.store, by=f"{BY_STATE}{reason}")
             self.is_held = True
         self._next_question = time.monotonic() + LOOK_SECONDS
 

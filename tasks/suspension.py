@@ -20,13 +20,16 @@ from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
+from prefect.context import FlowRunContext
 from prefect.events import emit_event
 from prefect.exceptions import ObjectNotFound, Pause
 from prefect.runtime import deployment, flow_run
 from prefect.states import Suspended
 
 from pipelinerl.tasks.automations import TAG
+from pipelinerl.tasks.drain_request import BY_STATE
 from pipelinerl_core.errors import StoreUnavailable
+from pipelinerl_core.run.drain import drained_by, wants_drain
 from pipelinerl_core.run.hub_status import HubWatch
 from pipelinerl_core.storage.object_store import open_store
 
@@ -34,8 +37,10 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
 """Shortest time between two inquiries for the state of the flow run."""
-END_SECONDS = 300.0
-"""Deadline of the wait for the end of an earlier start, which drains when a user resumes."""
+NOTICE_SECONDS = 90.0
+"""Within which an earlier start notices that the flow run has left it."""
+END_SECONDS = 3600.0
+"""Deadline of the wait for the end of an earlier start that drains."""
 HELD_EVENT = "prefect.flow-run.held"
 _POLL_SECONDS = 2.0
 
@@ -55,10 +60,14 @@ def why_drain() -> str:
         if _is_suspended(current.state):
             _suspend(client, "suspended, the run drains")
             return "the flow run is suspended"
-    if (current.run_count or 0) > (flow_run.run_count or 0):
+    own = FlowRunContext.get()
+    if current.state is None or own is None or own.flow_run is None:
+        return ""
+    # Resume does not count as a run of the flow run, but makes another state Running.
+    if current.state.is_running() and current.state.id != own.flow_run.state_id:
         return "the flow run was started again"
-    has_left = current.state is not None and (current.state.is_cancelled() or current.state.is_scheduled())
-    return f"the flow run is {current.state.name}" if has_left and current.state else ""
+    has_left = current.state.is_cancelled() or current.state.is_scheduled()
+    return f"the flow run is {current.state.name}" if has_left else ""
 
 
 def hold(step: int) -> NoReturn:
@@ -93,11 +102,17 @@ def _suspend(client: SyncPrefectClient, message: str) -> None:
 
 
 def await_earlier_start(url: str) -> None:
-    """Wait until no hub of the run at `url` is live: the earlier start may drain. Returns after END_SECONDS too."""
-    hub = HubWatch(open_store(url))
-    deadline = time.monotonic() + END_SECONDS
+    """Wait until no hub of the run at `url` is live, because the earlier start of this flow run may drain.
+
+    Returns after NOTICE_SECONDS if the run does not drain because of a flow run's state, and after END_SECONDS.
+    """
+    store = open_store(url)
+    hub, begun = HubWatch(store), time.monotonic()
     with suppress(StoreUnavailable):  # the start reports an outage
-        while hub.find_live() is not None and time.monotonic() < deadline:
+        while hub.find_live() is not None:
+            drains = wants_drain(store) and drained_by(store).startswith(BY_STATE)
+            if time.monotonic() - begun > (END_SECONDS if drains else NOTICE_SECONDS):
+                return
             time.sleep(_POLL_SECONDS)
 
 

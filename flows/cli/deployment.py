@@ -111,11 +111,12 @@ def _make_deployments(
     before = _read_deployments(client, entries)
     kept: dict[Entry, list[str]] = {}
     for key, existing in before.items():
-        if reset:
-            client.update_deployment(existing.id, DeploymentUpdate(schedules=[]))
-        else:
+        if not reset:
             kept[key] = keep(entries[key], existing)
     _deploy_all(document)
+    for key, existing in before.items():
+        if reset and not entries[key].get("schedules"):  # `prefect deploy` leaves these
+            client.update_deployment(existing.id, DeploymentUpdate(schedules=[]))
     after = _read_deployments(client, entries)
     for key in entries:
         is_equal = key in before and _content(before[key]) == _content(after[key])

@@ -17,3 +17,8 @@ class RunConfig(Settings):
         if problem is not None:
             raise ValueError(problem)
         return self
+
+    def without_labels(self) -> Self:
+        """The same settings for another run: without name, tags, notes and owner."""
+        labels = {"name": "", "tags": (), "notes": "", "owner": ""}
+        return self.model_copy(update={"tracking": self.tracking.model_copy(update=labels)})

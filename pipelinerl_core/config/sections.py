@@ -206,7 +206,7 @@ class TrackingConfig(Section):
     """Name of the run: the run id begins with the name instead of the preset's. `train --name` sets it."""
     tags: tuple[str, ...] = ()
     """Labels to find runs by, in `runs --tag`, MLflow and Prefect, for example `team:alice` or `exp42`; in MLflow
-    `team` is the tag's key and `alice` its value. `train --tags` sets them."""
+    `tag.team` is the key and `alice` the value. `train --tags` sets them."""
     notes: str = Field("", max_length=5000)
     """Why the run exists; MLflow shows the notes as the description of the run. `train --notes` sets them."""
     owner: str = Field("", max_length=100)

@@ -18,8 +18,8 @@ from pipelinerl_core.telemetry.system import SystemSampler
 from pipelinerl_core.telemetry.wandb import WandbTracker
 from pipelinerl_core.types import LoggedStep
 
-_NOT_IN_KEYS = re.compile(r"[^/\w.\- ]")
-"""Characters that MLflow refuses in the key of a tag."""
+_NOT_IN_KEYS = re.compile(r"[^\w-]")
+"""Characters that are replaced in the key of a tag: MLflow refuses most of them, and reads others as a path."""
 
 
 class RunTracker(Tracker, Protocol):
@@ -126,10 +126,10 @@ def closing(tracker: RunTracker) -> Iterator[None]:
 
 
 def label_tags(config: RunConfig, owner: str) -> dict[str, str]:
-    """Tags, owner and description that a user has given the run. A tag `team:alice` has the value alice, `x` true."""
+    """Tags, owner and description of the user: the tag `team:alice` is tag.team = alice, `x` is tag.x = true."""
     pairs = (tag.partition(":") for tag in config.tracking.tags)
     return {
-        **{_NOT_IN_KEYS.sub("_", key.strip()): value.strip() or "true" for key, _, value in pairs if key.strip()},
+        **{f"tag.{_NOT_IN_KEYS.sub('_', key.strip())[:200]}": value.strip() or "true" for key, _, value in pairs},
         **({"mlflow.user": owner} if owner else {}),
         **({"mlflow.note.content": config.tracking.notes} if config.tracking.notes else {}),
     }

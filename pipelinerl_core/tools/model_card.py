@@ -36,7 +36,7 @@ def write_card(run: RunContext, version: int, base: Path, directory: Path) -> No
         copy = _free(directory / CODE, Path(path).name)
         copy.write_text(code, encoding="utf-8")
         copies[location] = f"{copy.relative_to(directory)}:{name}"
-    settings = tomli_w.dumps(_replaced(run.config.model_dump(mode="json"), copies))
+    settings = tomli_w.dumps(_replaced(run.config.without_labels().model_dump(mode="json"), copies))
     (directory / SETTINGS).write_text(settings, encoding="utf-8")
     (directory / CARD).write_text("\n".join(_lines(run, version, base)) + "\n", encoding="utf-8")
 

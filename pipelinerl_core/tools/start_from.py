@@ -45,6 +45,6 @@ def start_from(
             shutil.rmtree(partial, ignore_errors=True)
     if not source:
         file = directory / f"{run.run_id.rpartition('-')[0] or run.run_id}.toml"
-        file.write_text(as_toml(run.config), encoding="utf-8")
+        file.write_text(as_toml(run.config.without_labels()), encoding="utf-8")
         source = str(file)
     return source, (f"model.path={directory / 'model'}", *overrides)

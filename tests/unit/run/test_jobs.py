@@ -55,10 +55,10 @@ def test_more_steps_keep_the_learning_rates_of_the_steps_before_and_the_run_says
     assert rates[0] == rates[1]
     learner = job.config.learner
     assert learning_rate(20, learner, 20) == pytest.approx(learner.peak_lr * learner.final_lr_share)
-    assert run_table(list_runs(open_store(str(tmp_path))))[1].split()[3] == "7/7"
+    assert run_table(list_runs(open_store(str(tmp_path))))[1].split()[4] == "7/7"
     note_resume(store, job.overrides)
     assert (open_run(url).config, planned_steps(store, open_run(url).record)) == (job.config, 20)
-    assert run_table(list_runs(open_store(str(tmp_path))))[1].split()[3] == "7/20"
+    assert run_table(list_runs(open_store(str(tmp_path))))[1].split()[4] == "7/20"
     again = resume_job(url, ["trainer.steps=30"], str(tmp_path))
     assert again.config.learner.decay_steps == 7
 

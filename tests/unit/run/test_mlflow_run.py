@@ -191,10 +191,10 @@ def test_only_the_checks_of_a_first_start_ask_for_mlflow(monkeypatch, tmp_path):
 
 
 def test_labels_of_a_user_are_tags_owner_and_description_in_mlflow():
-    labels = ["tracking.tags=exp42,team:alice,model:mine,a@b!", "tracking.notes=why: x = 3"]
+    labels = ["tracking.tags=exp42,team:alice,model:mine,a@b!/", "tracking.notes=why: x = 3"]
     tags = label_tags(load_config("quickstart", labels), "alice@a")
     assert tags == {
-        "exp42": "true", "team": "alice", "model": "mine", "a_b_": "true", "mlflow.user": "alice@a",
+        "tag.exp42": "true", "tag.team": "alice", "tag.model": "mine", "tag.a_b__": "true", "mlflow.user": "alice@a",
         "mlflow.note.content": "why: x = 3",
     }  # fmt: skip
     assert label_tags(load_config("quickstart"), "") == {}
