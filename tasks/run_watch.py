@@ -290,13 +290,13 @@ class RunWatch:
     def _show_link(self) -> None:
         """Make a link artifact, once per start."""
         if self._tracker.page and not self._is_linked:
-            self._is_linked = True
             create_link_artifact(
                 self._tracker.page,
                 link_text="page of the metrics",
                 key=self._key("mlflow"),
                 description=f"metrics of {self._run.run_id}",
             )
+            self._is_linked = True
 
     def _table_artifact(self, name: str, rows: list[dict[str, Any]], description: str) -> None:
         create_table_artifact(rows, key=self._key(name), description=f"{description}: {self._run.run_id}")

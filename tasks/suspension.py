@@ -28,7 +28,7 @@ from prefect.states import Suspended
 
 from pipelinerl.tasks.automations import TAG
 from pipelinerl.tasks.drain_request import BY_STATE
-from pipelinerl_core.errors import StoreUnavailable
+from pipelinerl_core.errors import MissingObject, StoreUnavailable
 from pipelinerl_core.run.drain import drained_by, wants_drain
 from pipelinerl_core.run.hub_status import HubWatch
 from pipelinerl_core.storage.object_store import open_store
@@ -83,8 +83,8 @@ def hold(step: int) -> NoReturn:
     except Exception as error:  # noqa: BLE001 (whatever the client raises, the process ends and the run is drained)
         logger.warning("the state of the flow run could not be set: %s", error)
     # An event after the last heartbeat: pipelinerl-unresponsive makes a flow run Crashed whose last event is a
-    # heartbeat, and a heartbeat may follow the state. Functions of atexit run after Prefect's sender of events has
-    # ended; those of threading run before.
+    # heartbeat, and a heartbeat may follow the state. Python calls functions of `atexit` after Prefect's sender of
+    # events has ended, and functions of `threading._register_atexit` before.
     threading._register_atexit(  # type: ignore[attr-defined]
         partial(
             emit_event,
@@ -108,7 +108,7 @@ def await_earlier_start(url: str) -> None:
     """
     store = open_store(url)
     hub, begun = HubWatch(store), time.monotonic()
-    with suppress(StoreUnavailable):  # the start reports an outage
+    with suppress(StoreUnavailable, MissingObject):  # the start reports an outage; the drain request may be deleted
         while hub.find_live() is not None:
             drains = wants_drain(store) and drained_by(store).startswith(BY_STATE)
             if time.monotonic() - begun > (END_SECONDS if drains else NOTICE_SECONDS):

@@ -119,7 +119,7 @@ def _make_deployments(
             client.update_deployment(existing.id, DeploymentUpdate(schedules=[]))
     after = _read_deployments(client, entries)
     for key in entries:
-        is_equal = key in before and _content(before[key]) == _content(after[key])
+        is_equal = key in before and key in after and _content(before[key]) == _content(after[key])
         name = f"{key[1].rpartition(':')[2]}/{key[0]}"
         deployed.deployments[name] = "created" if key not in before else "unchanged" if is_equal else "updated"
         if kept.get(key):

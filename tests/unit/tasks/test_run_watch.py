@@ -149,6 +149,15 @@ def test_a_run_whose_flow_run_is_suspended_drains_and_a_server_without_answer_is
     assert drained_by(watch._run.store) == "Prefect: the flow run is suspended"
 
 
+def test_the_link_to_the_metrics_is_made_once_also_if_the_first_attempt_fails(watch, clock, monkeypatch):
+    made = MagicMock(side_effect=[ConnectionError("no server"), None])
+    monkeypatch.setattr(run_watch, "create_link_artifact", made)
+    watch._tracker.page = "http://mlflow/run"
+    for _ in range(4):
+        look(watch, clock, run_watch.PROGRESS_SECONDS)
+    assert [call.args for call in made.call_args_list] == [("http://mlflow/run",)] * 2
+
+
 def test_a_failure_is_an_artifact_with_the_log_of_the_role_and_the_command_that_continues(
     tmp_path, watch, monkeypatch
 ):
