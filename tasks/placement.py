@@ -33,6 +33,7 @@ from prefect.states import Cancelled, Cancelling
 
 from pipelinerl.tasks.role_tasks import NODE_PREFIX, run_actor, run_evaluation, run_hub, run_trainer, run_trainer_node
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.gpu_counts import gpus_of
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded, Fenced, PipelineRLError
 from pipelinerl_core.restart_budget import RestartBudget
 from pipelinerl_core.run.context import TOKEN_VARIABLE, RunContext
@@ -40,7 +41,6 @@ from pipelinerl_core.run.evaluations import SCHEDULED
 from pipelinerl_core.run.locate import new_run_id
 from pipelinerl_core.run.records import eval_key
 from pipelinerl_core.supervision.fit import shared_memory_of
-from pipelinerl_core.supervision.gpus import gpus_of
 from pipelinerl_core.supervision.run_roles import is_over
 from pipelinerl_core.supervision.supervise import STABLE_SECONDS, RoleFailed, restart_rule
 

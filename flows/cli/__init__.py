@@ -25,6 +25,7 @@ from pipelinerl.flows.cli import (
     report,
     resume,
     runs,
+    serve,
     simulate,
     status,
     train,
@@ -42,6 +43,7 @@ COMMANDS = (
     drain.drain,
     runs.runs,
     status.status,
+    serve.serve,
     logs.logs,
     report.report,
     replay.replay,
@@ -75,7 +77,7 @@ app = typer.Typer(
     - `pipelinerl doctor` checks this machine
     - `pipelinerl train quickstart` trains a small model on two cores
     - `pipelinerl try rows.jsonl rewards.py:score` trains on your rows with your reward
-    - `pipelinerl status latest` shows the progress of a run
+    - `pipelinerl status latest` shows the progress of a run, `pipelinerl serve` pages of all runs
     - `pipelinerl resume latest` continues a run after a stop or a crash
     - `pipelinerl compare` measures which settings reach an accuracy sooner
 

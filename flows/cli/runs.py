@@ -14,24 +14,31 @@ def runs(
     owner: Annotated[str, typer.Option(help="Only runs whose owner contains this text.")] = "",
     tag: Annotated[str, typer.Option(help="Only runs with this tag: team:alice, or team for any value.")] = "",
     state: Annotated[str, typer.Option(help="Only running, stopped, finished or unreadable runs.")] = "",
+    sort: Annotated[
+        str, typer.Option(help="Order: started, owner, state, step, reward, held_out, tokens, hours or gpu_hours.")
+    ] = "started",
     as_json: Json = False,
 ) -> None:
     """List the runs below a root, newest first: owner, state, step, reward, held-out accuracy, model, tags.
 
     Reads only stored objects. `pipelinerl status RUN` has the details of one run.
 
-    Examples: `pipelinerl runs`, `pipelinerl runs --tag exp42 --state finished`, `pipelinerl runs --root
+    Examples: `pipelinerl runs`, `pipelinerl runs --tag exp42 --sort held_out`, `pipelinerl runs --root
     s3://bucket/runs --limit 5`, `pipelinerl runs --json`
     """
     from pipelinerl_core.errors import ConfigError
-    from pipelinerl_core.report.run_list import STATES, Wanted, list_runs, run_table
+    from pipelinerl_core.report.run_list import SORTS, STATES, Wanted, list_runs, run_table, sorted_runs
     from pipelinerl_core.run.locate import root_url
     from pipelinerl_core.storage.object_store import open_store
 
     store = open_store(root_url(root))
     if state not in ("", *STATES):
         raise ConfigError(f"--state {state}: must be {', '.join(STATES)}")
-    listed = list_runs(store, limit, Wanted(owner=owner, tag=tag, state=state))
+    if sort not in SORTS:
+        raise ConfigError(f"--sort {sort}: must be {', '.join(SORTS)}")
+    wanted = Wanted(owner=owner, tag=tag, state=state)
+    listed = list_runs(store, limit if sort == "started" else 0, wanted)
+    listed = sorted_runs(listed, sort)[: limit or None]
     document = {"root": store.url, "runs": [run.document() for run in listed]}
     is_filtered = bool(owner or tag or state)
     lines = run_table(listed) if listed or not is_filtered else ["no run matches"]

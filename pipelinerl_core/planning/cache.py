@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.gpu_counts import gpus_of
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.recipes import cache_directory
 from pipelinerl_core.models.resolve import build_config
@@ -20,7 +21,7 @@ from pipelinerl_core.planning.prediction import Prediction
 from pipelinerl_core.planning.simulator import Work
 from pipelinerl_core.planning.speeds import Line, MeasuredSpeeds
 from pipelinerl_core.run.processor import processor
-from pipelinerl_core.supervision.gpus import gpus_of, inventory
+from pipelinerl_core.supervision.gpus import inventory
 
 _FORMAT = 2
 _TIMES = (

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.gpu_counts import gpus_of
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.resolve import override_config
 from pipelinerl_core.planning.cache import cached_calibration
@@ -18,7 +19,6 @@ from pipelinerl_core.planning.roofline import Table
 from pipelinerl_core.planning.simulated_engine import Speeds
 from pipelinerl_core.planning.simulator import Work
 from pipelinerl_core.supervision.fit import check_fit, fit_of
-from pipelinerl_core.supervision.gpus import gpus_of
 
 ROWS = {
     "steps_per_second": ("steps per second", ".3g"),

@@ -110,7 +110,7 @@ def reward_components(facts: RunFacts) -> str:
     if not curves:
         return ""
     colours = list(zip(curves, itertools.cycle(_EVAL_CSS), strict=False))
-    series = [Series(name, _thinned(_smooth(curves[name])), css) for name, css in colours]
+    series = [Series(name, thinned(smooth(curves[name])), css) for name, css in colours]
     legend = " ".join(f'<i class="key {css}"></i>{escape(name)}' for name, css in colours)
     axis = _reward_axis("component", [y for points in curves.values() for _, y in points])
     chart = charts.line_chart("Components of the reward", series, Axis("optimizer step", is_whole=True), axis)
@@ -131,8 +131,8 @@ def policy_curves(facts: RunFacts) -> str:
     figures = []
     for title, points in curves.items():
         if points:
-            series = [Series(title, _thinned(points), "train", kind="faint")]
-            series.append(Series(title, _thinned(_smooth(points)), "train"))
+            series = [Series(title, thinned(points), "train", kind="faint")]
+            series.append(Series(title, thinned(smooth(points)), "train"))
             chart = charts.line_chart(title, series, Axis("optimizer step", is_whole=True), Axis(title, low=0.0))
             figures.append(f"<figure><figcaption>{title}</figcaption>{chart}</figure>")
     return "".join(figures)
@@ -147,7 +147,7 @@ def effective_sample_size(facts: RunFacts) -> str:
     """ESS per step."""
     points = _metric(facts, "importance/ess")
     low = min(0.8, min((y for _, y in points), default=0.8))
-    series = [Series("ESS", _thinned(points), "train")]
+    series = [Series("ESS", thinned(points), "train")]
     return charts.line_chart(
         "Effective sample size", series, Axis("optimizer step", is_whole=True), Axis("ess", low=low, high=1.0)
     )
@@ -276,8 +276,8 @@ def _learning(
     title: str, parts: Sequence[Sequence[Point]], held_out: Sequence[tuple[float, EvalRecord]], axis: Axis
 ) -> str:
     """parts: points of the reward; between two parts, the lines have a gap. held_out: x and evaluation."""
-    series = [Series("reward", _thinned(points), "train", kind="faint") for points in parts]
-    series += [Series("reward", _thinned(_smooth(points)), "train") for points in parts]
+    series = [Series("reward", thinned(points), "train", kind="faint") for points in parts]
+    series += [Series("reward", thinned(smooth(points)), "train") for points in parts]
     accuracies = [(x, record.accuracy) for x, record in held_out]
     intervals = [_interval(record) for _, record in held_out]
     series.append(Series("held-out accuracy", accuracies, "held"))
@@ -286,7 +286,7 @@ def _learning(
     return charts.line_chart(title, series, axis, _reward_axis("reward", values))
 
 
-def _smooth(points: Sequence[Point]) -> list[Point]:
+def smooth(points: Sequence[Point]) -> list[Point]:
     """Centred moving mean over a twentieth of the points, shorter at the ends."""
     half = len(points) // 40
     values = [y for _, y in points]
@@ -295,7 +295,7 @@ def _smooth(points: Sequence[Point]) -> list[Point]:
     ]
 
 
-def _thinned(points: Sequence[Point]) -> list[Point]:
+def thinned(points: Sequence[Point]) -> list[Point]:
     """At most _MAX_POINTS, evenly spaced, with the last point."""
     stride = max(1, -(-len(points) // _MAX_POINTS))
     return [*points[:-1:stride], *points[-1:]]

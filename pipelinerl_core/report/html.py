@@ -27,6 +27,11 @@ def styles() -> str:
     return (_TEMPLATES / "report.css").read_text(encoding="utf-8")
 
 
+def served_styles() -> str:
+    """The text of the second style element of the pages that `pipelinerl serve` shows."""
+    return (_TEMPLATES / "served.css").read_text(encoding="utf-8")
+
+
 def write_report(store: ObjectStore, *, decode: Decode | None = None) -> dict[str, Any]:
     """Write report.json, report.html and weights.parquet, reading the run once; returns the report."""
     facts = collect(store)
@@ -124,6 +129,7 @@ def _meta(facts: RunFacts, report: Mapping[str, Any]) -> str:
         "engine": report["engine"],
         "model": facts.run.config.get("model", {}).get("path"),
         "code": facts.run.code_version,
+        "your code": ", ".join(sorted({commit[:7] + commit[40:] for commit in facts.run.commits.values()})),
         "MLflow": report["mlflow"],
         "MLflow run": facts.run.mlflow_run_id,
     }

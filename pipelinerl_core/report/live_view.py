@@ -19,7 +19,7 @@ from pipelinerl_core.report.equal_rewards import WARN_STEPS, equal_reward, headl
 from pipelinerl_core.report.scrape_targets import live_roles, role_progress
 from pipelinerl_core.run.context import planned_steps
 from pipelinerl_core.run.follow import RunFollower, commit_metrics, eval_metrics
-from pipelinerl_core.run.hub_status import HEARTBEAT_SECONDS, HubWatch, may_be_live
+from pipelinerl_core.run.hub_status import HEARTBEAT_SECONDS, HubWatch, has_ended, may_be_live
 from pipelinerl_core.run.records import Commit, HubRecord
 from pipelinerl_core.telemetry.length_bias import length_line, length_report
 from pipelinerl_core.telemetry.metrics import short_key
@@ -167,7 +167,7 @@ def status_of(
         "actors": {} if is_over else _actors(live.get("actors"), last),
         "ledger": live.get("tokens") if isinstance(live.get("tokens"), dict) else dict(last.tokens) if last else {},
         "length_bias": length_report(_lengths(live.get("lengths"), last)),
-        "hub": {"url": hub.url, "silent_seconds": silent_seconds} if hub else None,
+        "hub": {"url": hub.url, "silent_seconds": silent_seconds, "ended": has_ended(hub)} if hub else None,
     }
 
 

@@ -24,7 +24,7 @@ def report_markdown(report: Mapping[str, Any], evals: Sequence[EvalRecord] = ())
         _outcome(report),
         f"> {report['advice']}" if report.get("advice") else "",
         _completions(evals),
-        f"`pipelinerl status {report['run_id']} --web` shows the whole report; `pipelinerl audit {report['run_id']}` "
+        f"`pipelinerl serve` shows the whole report; `pipelinerl audit {report['run_id']}` "
         "checks that nothing was lost or trained twice.",
         "\n".join(["## All figures", "", "| figure | value |", "| --- | ---: |", *rows]),
     ]

@@ -1,20 +1,47 @@
 """The runs below a root, newest first, each with its state and its newest figures."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
+from pydantic import ValidationError
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.gpu_counts import needed_gpus
 from pipelinerl_core.errors import MissingObject, StoreError, StoreUnavailable
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.run.commits import read_commits
+from pipelinerl_core.run.commits import Commits, read_commits
 from pipelinerl_core.run.context import planned_steps
 from pipelinerl_core.run.hub_status import HubWatch
 from pipelinerl_core.run.reading import list_keys, read_record
-from pipelinerl_core.run.records import EVALS_PREFIX, RUN_KEY, EvalRecord, RunRecord, eval_key, eval_version
+from pipelinerl_core.run.records import (
+    EVALS_PREFIX,
+    RUN_KEY,
+    EvalRecord,
+    RunRecord,
+    eval_key,
+    eval_version,
+    parse_commit_key,
+)
 
 STATES = ("running", "stopped", "finished", "unreadable")
+SORTS: Mapping[str, Callable[["ListedRun"], Any]] = MappingProxyType(
+    {
+        "started": lambda run: run.created_at,
+        "owner": lambda run: run.owner,
+        "state": lambda run: run.state,
+        "step": lambda run: run.step,
+        "reward": lambda run: run.reward,
+        "held_out": lambda run: run.held_out_last,
+        "tokens": lambda run: run.tokens,
+        "hours": lambda run: run.seconds,
+        "gpu_hours": lambda run: run.seconds * run.gpus,
+    }
+)
+"""Orders of the list; the largest value is first, of texts the smallest, and runs without a value are last."""
 _THREADS = 8
 """Runs that are read at once; a hub on another host is watched for up to five seconds."""
 
@@ -42,9 +69,22 @@ class ListedRun:
     held_out_first: float | None = None
     held_out_last: float | None = None
     """Held-out accuracy of the first and the newest evaluated version."""
+    tokens: int = 0
+    """Tokens that were generated."""
+    seconds: float = 0.0
+    """Time of training: from each start of the trainer to its last commit."""
+    gpus: int = 0
+    """GPUs that the configuration uses at the same time."""
+    active_at: float = 0.0
+    """Unix time of the newest commit, else of the start."""
     url: str = ""
     problem: str = ""
     """Why the run is unreadable."""
+
+    @property
+    def name(self) -> str:
+        """The directory of the run under the root; its id, unless somebody has renamed the directory."""
+        return self.url.rpartition("/")[2]
 
     def document(self) -> dict[str, Any]:
         """The run as JSON values."""
@@ -65,9 +105,15 @@ class Wanted:
         """Whether owner and tags match; a run that cannot be read matches if none is asked for."""
         if isinstance(record, str):
             return not (self.owner or self.tag)
-        tags = record.config.get("tracking", {}).get("tags", ())
+        return self._fits(record.owner, record.config.get("tracking", {}).get("tags", ()))
+
+    def matches(self, run: "ListedRun") -> bool:
+        """Whether owner, tags and state match."""
+        return self._fits(run.owner, run.tags) and self.state in ("", run.state)
+
+    def _fits(self, owner: str, tags: Iterable[str]) -> bool:
         has_tag = not self.tag or any(tag == self.tag or tag.partition(":")[0] == self.tag for tag in tags)
-        return has_tag and self.owner in record.owner
+        return has_tag and self.owner in owner
 
 
 def list_runs(root: ObjectStore, limit: int = 0, wanted: Wanted = Wanted()) -> list[ListedRun]:
@@ -81,6 +127,14 @@ def list_runs(root: ObjectStore, limit: int = 0, wanted: Wanted = Wanted()) -> l
             return list(pool.map(lambda pair: _listed(*pair), pairs[:limit] if limit else pairs))
         listed = [run for run in pool.map(lambda pair: _listed(*pair), pairs) if run.state == wanted.state]
         return listed[:limit] if limit else listed
+
+
+def sorted_runs(runs: Sequence[ListedRun], sort: str) -> list[ListedRun]:
+    """The runs in the order of a key of SORTS."""
+    value = SORTS[sort]
+    known = [run for run in runs if value(run) not in (None, "")]
+    is_text = any(isinstance(value(run), str) for run in known)
+    return [*sorted(known, key=value, reverse=not is_text), *(run for run in runs if value(run) in (None, ""))]
 
 
 def run_names(root: ObjectStore) -> list[str]:
@@ -114,7 +168,8 @@ def _listed(store: ObjectStore, record: RunRecord | str) -> ListedRun:
 
 
 def _read(store: ObjectStore, record: RunRecord) -> ListedRun:
-    last = next(iter(read_commits(store).newest(1)), None)
+    commits = read_commits(store)
+    last = next(iter(commits.newest(1)), None)
     steps = planned_steps(store, record)
     step = last.step if last else 0
     is_over = bool(last and step >= steps)
@@ -134,8 +189,27 @@ def _read(store: ObjectStore, record: RunRecord) -> ListedRun:
         reward=last.metrics.get("reward/mean") if last else None,
         held_out_first=first,
         held_out_last=newest,
+        tokens=last.tokens.get("generated", 0) if last else 0,
+        seconds=_training_seconds(commits),
+        gpus=_gpus(record),
+        active_at=last.committed_at if last else record.created_at,
         url=store.url,
     )
+
+
+def _training_seconds(commits: Commits) -> float:
+    """From each start of the trainer to the last of its commits."""
+    last_steps = {parse_commit_key(key)[1]: step for step, key in commits.keys_by_step.items()}
+    starts = {record.epoch: record.started_at for record in commits.epochs if record.role == "trainer"}
+    seconds = [commits[step].committed_at - starts[epoch] for epoch, step in last_steps.items() if epoch in starts]
+    return sum(max(0.0, part) for part in seconds)
+
+
+def _gpus(record: RunRecord) -> int:
+    try:
+        return needed_gpus(RunConfig.model_validate(record.config))[0]
+    except ValidationError:  # of a release with other keys: the other figures are known
+        return 0
 
 
 def _accuracy(store: ObjectStore, versions: Sequence[int]) -> float | None:
@@ -161,7 +235,7 @@ def run_table(runs: Sequence[ListedRun], now: float | None = None) -> list[str]:
         step = f"{run.step}/{run.steps}" if run.steps else ""
         rows.append(
             (
-                *(run.run_id, _age(run.created_at, now), run.owner, run.state, step, reward, held_out),
+                *(run.run_id, age(run.created_at, now), run.owner, run.state, step, reward, held_out),
                 *(run.parent or run.model, ",".join(run.tags)),
             )
         )
@@ -171,8 +245,8 @@ def run_table(runs: Sequence[ListedRun], now: float | None = None) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-def _age(created_at: float, now: float | None) -> str:
-    """Example: 3 h ago."""
+def age(created_at: float, now: float | None = None) -> str:
+    """How long ago a Unix time was. Example: 3 h ago."""
     if not created_at:
         return ""
     seconds = max(0.0, (time.time() if now is None else now) - created_at)

@@ -1,126 +1,49 @@
-"""The page of a live run: a status line, and the report, which is rendered again after new commits.
+"""The server of `pipelinerl serve`: the runs of a root as pages, as JSON and for Prometheus. It only reads.
 
 | path | what |
 |------|------|
-| /            | the page |
-| /status.json | the document of `pipelinerl status --json` |
-| /metrics     | the same document for Prometheus |
-| /targets.json | addresses of the roles' own metrics, for Prometheus' http_sd_configs |
+| /            | the runs; `owner`, `tag`, `state` and `sort` in the query |
+| /runs.json   | the same as JSON |
+| /runs/RUN/   | the page of a run, by its id, or `latest` |
+| /runs/RUN/status.json | the document of `pipelinerl status RUN --json` |
+| /compare     | two runs side by side, each as `run` in the query |
+| /metrics     | the runs that are running or were recently, for Prometheus |
+| /targets.json | addresses of the metrics of their roles, for Prometheus' http_sd_configs |
 | /healthz     | 200 |
-
-The server reads only stored objects, so the server can run on any host and stop at any time.
 
 A page of the web can give its own name the address of this server (DNS rebinding) and would then read everything, so
 the Host header of a request must be an IP address, the name of this host, or a name of --allowed-host.
+
+With a token, each request but /healthz needs it: as `Authorization: Bearer TOKEN`, as a cookie, or once as `?token=`,
+which sets the cookie.
 """
 
 import base64
 import hashlib
+import hmac
 import json
 import logging
 import socket
-import threading
-import time
-from collections.abc import Callable, Collection
-from html import escape
+from collections.abc import Callable, Collection, Mapping
 from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
-from typing import Any
-from urllib.parse import urlsplit
+from typing import NoReturn
+from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
 
 from pipelinerl_core.errors import ConfigError, StoreError
-from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.report.facts import RunCache, collect
-from pipelinerl_core.report.html import page_of, styles
-from pipelinerl_core.report.live_view import status_line, status_of
-from pipelinerl_core.report.samples import Decode
-from pipelinerl_core.report.scrape_targets import role_progress, targets
-from pipelinerl_core.run.follow import RunFollower
-from pipelinerl_core.run.hub_status import HubWatch
-from pipelinerl_core.telemetry.role_metrics import CONTENT_TYPE, run_exposition
+from pipelinerl_core.report import live_page, runs_page
+from pipelinerl_core.report.html import served_styles, styles
+from pipelinerl_core.report.root_pages import RootPages
+from pipelinerl_core.report.run_list import SORTS, STATES, Wanted
+from pipelinerl_core.telemetry.role_metrics import CONTENT_TYPE
 
 logger = logging.getLogger(__name__)
 
-STATUS_SECONDS = 1.0
-"""Largest age of a status."""
-PAGE_SHARE = 0.1
-"""Largest share of the time spent on rendering the page."""
 _TIMEOUT_SECONDS = 30
-_STYLE = """#live {position:sticky;top:0;margin:0;padding:.6rem 1rem;background:Canvas;z-index:9;
-border-bottom:1px solid color-mix(in srgb, CanvasText 20%, Canvas);
-font-variant-numeric:tabular-nums;white-space:pre-wrap}"""
-_SCRIPT = """
-let page = document.getElementById("live").dataset.page;
-setInterval(async () => {
-  try {
-    const status = await (await fetch("status.json")).json();
-    document.getElementById("live").textContent = status.line;
-    if (status.page === page) return;
-    const next = new DOMParser().parseFromString(await (await fetch(".")).text(), "text/html");
-    document.querySelector("main").replaceWith(next.querySelector("main"));
-    page = status.page;
-  } catch (error) {
-    document.getElementById("live").textContent = "the server of this page has stopped";
-  }
-}, 2000);
-"""
-_LIVE = f"""<style>{_STYLE}</style>
-<p id="live" data-page="@PAGE@">@LINE@</p>
-<script>{_SCRIPT}</script>
-"""
-
-
-class LivePage:
-    """The documents of one run. Thread-safe."""
-
-    def __init__(self, store: ObjectStore, decode: Decode | None) -> None:
-        """Raises MissingObject if there is no such run."""
-        self._store = store
-        self._decode = decode
-        self._follower = RunFollower(store)
-        self._hub = HubWatch(store)
-        self._run_id = self._follower.run.run_id
-        self._cache = RunCache()
-        self._lock = threading.Lock()
-        self._status: dict[str, Any] = {}
-        self._status_at = -STATUS_SECONDS
-        self._body = ""
-        self._page = ""
-        self._next_page_at = 0.0
-
-    def status(self) -> dict[str, Any]:
-        """The status, at most STATUS_SECONDS old, with `line` (text) and `page`: step and evaluations of the page."""
-        with self._lock:
-            if time.monotonic() - self._status_at >= STATUS_SECONDS:
-                self._follower.refresh()
-                hub, progress = self._hub.look(), role_progress(self._store)
-                status = status_of(self._follower, hub, progress, silent_seconds=self._hub.silent_seconds)
-                is_due = not self._body or time.monotonic() >= self._next_page_at or status["state"] != "running"
-                self._status = {
-                    **status,
-                    "line": f"{self._run_id}: {status['state']}, {status_line(status)}",
-                    "page": f"{status['step']}/{status['num_evaluations']}" if is_due else self._page,
-                }
-                self._status_at = time.monotonic()
-            return self._status
-
-    def targets(self) -> list[dict[str, Any]]:
-        """The document of /targets.json. Raises StoreError."""
-        return targets(self._store)
-
-    def page(self) -> str:
-        """The page; rendered again after new commits, within PAGE_SHARE of the time."""
-        status = self.status()
-        with self._lock:
-            if not self._body or self._page != status["page"]:
-                begun = time.monotonic()
-                facts = collect(self._store, self._cache)
-                self._body = page_of(self._store, facts, self._decode)
-                self._page = status["page"]
-                self._next_page_at = time.monotonic() + (time.monotonic() - begun) / PAGE_SHARE
-            live = _LIVE.replace("@LINE@", escape(status["line"])).replace("@PAGE@", self._page)
-            return self._body.replace("<body>", f"<body>{live}", 1)
+_COOKIE = "pipelinerl-token"
+_HTML, _JSON, _TEXT = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
 
 
 def _hashes(*texts: str) -> str:
@@ -130,19 +53,22 @@ def _hashes(*texts: str) -> str:
 
 
 _HEADERS = {
-    "Content-Security-Policy": f"default-src 'none'; connect-src 'self'; script-src {_hashes(_SCRIPT)}; "
-    f"style-src {_hashes(_STYLE, styles())}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": f"default-src 'none'; connect-src 'self'; "
+    f"script-src {_hashes(live_page.SCRIPT, runs_page.SCRIPT)}; style-src {_hashes(styles(), served_styles())}; "
+    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Headers of every answer: the page runs only its own script, also if a text of a model or a run has a script."""
+"""Headers of every answer: a page runs only its own script, also if a text of a model or a run has a script."""
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], find_page: Callable[[], LivePage], names: Collection[str]) -> None:
-        self.find_page = find_page
+    def __init__(self, address: tuple[str, int], pages: RootPages, names: Collection[str], token: str) -> None:
+        self.pages = pages
+        self.token = token
         own = socket.gethostname()
         self._names = {name.lower().rstrip(".") for name in ("localhost", own, own.partition(".")[0], *names)}
         super().__init__(address, _Handler)
@@ -155,42 +81,97 @@ class _Server(ThreadingHTTPServer):
         except ValueError:
             return False
 
+    def accepts(self, token: str) -> bool:
+        """Whether this is the token of the server, or the server has none."""
+        return not self.token or hmac.compare_digest(token.encode(), self.token.encode())
+
+
+class _Refused(Exception):
+    """An answer with a status other than 200."""
+
+    def __init__(self, status: HTTPStatus, text: str = "") -> None:
+        super().__init__(text)
+        self.status = status
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     timeout = _TIMEOUT_SECONDS
 
     def do_GET(self) -> None:
-        if not self.server.answers_to(self.headers.get("Host", "")):
-            self.send_error(
-                HTTPStatus.MISDIRECTED_REQUEST,
-                explain="This page answers to IP addresses, to the name of its host, and to the names that "
-                "`pipelinerl status --web --allowed-host NAME` allows.",
-            )
-            return
-        find_page = self.server.find_page
-        answers: dict[str, tuple[str, Callable[[], bytes]]] = {
-            "/": ("text/html; charset=utf-8", lambda: find_page().page().encode()),
-            "/status.json": ("application/json", lambda: json.dumps(find_page().status()).encode()),
-            "/metrics": (CONTENT_TYPE, lambda: run_exposition(find_page().status())),
-            "/targets.json": ("application/json", lambda: json.dumps(find_page().targets()).encode()),
-            "/healthz": ("text/plain", lambda: b"ok\n"),
-        }
-        kind, make = answers.get(self.path.partition("?")[0], ("", None))
-        if make is None:
-            self.send_error(HTTPStatus.NOT_FOUND)
-            return
+        url = urlsplit(self.path)
+        query = parse_qs(url.query)
         try:
-            body = make()
-        except (StoreError, ConfigError) as error:  # no run yet, or no store: a later request may succeed
-            logger.warning("%s: %s", self.path, error)
-            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "the run cannot be read now; try again later")
+            self._check(url.path, query)
+            if "token" in query:
+                self._set_cookie(url.path, query)
+                return
+            kind, body = self._find(url.path, query)
+        except _Refused as refused:
+            self.send_error(refused.status, explain=str(refused) or None)
+            return
+        except ConfigError as error:
+            self.send_error(HTTPStatus.NOT_FOUND, explain=str(error))
+            return
+        except StoreError as error:  # a later request may succeed
+            logger.warning("%s: %s", url.path, error)
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain="The store does not answer. Try again later.")
             return
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def _check(self, path: str, query: Mapping[str, list[str]]) -> None:
+        if not self.server.answers_to(self.headers.get("Host", "")):
+            raise _Refused(
+                HTTPStatus.MISDIRECTED_REQUEST,
+                "This server answers to IP addresses, to the name of its host, and to the names that "
+                "`pipelinerl serve --allowed-host NAME` allows.",
+            )
+        kind, _, bearer = self.headers.get("Authorization", "").partition(" ")
+        tokens = query["token"][:1] if "token" in query else (bearer if kind == "Bearer" else "", self._cookie())
+        if path != "/healthz" and not any(map(self.server.accepts, tokens)):
+            raise _Refused(
+                HTTPStatus.UNAUTHORIZED, "Open the address with ?token=, which `pipelinerl serve` has printed."
+            )
+
+    def _cookie(self) -> str:
+        try:
+            cookie = SimpleCookie(self.headers.get("Cookie", "")).get(_COOKIE)
+        except CookieError:
+            return ""
+        return unquote(cookie.value) if cookie is not None else ""
+
+    def _set_cookie(self, path: str, query: Mapping[str, list[str]]) -> None:
+        """Keep the token as a cookie, and open the page without the token in its address."""
+        rest = urlencode({name: values for name, values in query.items() if name != "token"}, doseq=True)
+        self.send_response(HTTPStatus.SEE_OTHER)
+        self.send_header("Set-Cookie", f"{_COOKIE}={quote(query['token'][0])}; Path=/; HttpOnly; SameSite=Lax")
+        self.send_header("Location", f"/{quote(unquote(path).lstrip('/'))}{f'?{rest}' if rest else ''}")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _find(self, path: str, query: Mapping[str, list[str]]) -> tuple[str, bytes]:
+        pages = self.server.pages
+        answers: dict[str, Callable[[], tuple[str, bytes]]] = {
+            "/": lambda: (_HTML, pages.runs_page(*_filters(query)).encode()),
+            "/runs.json": lambda: _json({"runs": [run.document() for run in pages.runs(*_filters(query))]}),
+            "/compare": lambda: (_HTML, pages.two_runs_page(_two_runs(query)).encode()),
+            "/metrics": lambda: (CONTENT_TYPE, pages.exposition()),
+            "/targets.json": lambda: _json(pages.targets()),
+            "/healthz": lambda: (_TEXT, b"ok\n"),
+        }
+        if path in answers:
+            return answers[path]()
+        match path.split("/")[1:]:
+            case ["runs", name, ""]:
+                return _HTML, pages.run(unquote(name)).page().encode()
+            case ["runs", name, "status.json"]:
+                return _json(pages.run(unquote(name)).status())
+            case _:
+                raise _Refused(HTTPStatus.NOT_FOUND)
 
     def end_headers(self) -> None:
         """Also of errors."""
@@ -202,16 +183,41 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing per request."""
 
 
+def _json(value: object) -> tuple[str, bytes]:
+    return _JSON, json.dumps(value).encode()
+
+
+def _filters(query: Mapping[str, list[str]]) -> tuple[Wanted, str]:
+    given = {name: values[0] for name, values in query.items()}
+    wanted = Wanted(owner=given.get("owner", ""), tag=given.get("tag", ""), state=given.get("state", ""))
+    sort = given.get("sort", "started")
+    if sort not in SORTS:
+        _refuse(f"sort must be {', '.join(SORTS)}.")
+    if wanted.state not in ("", *STATES):
+        _refuse(f"state must be {', '.join(STATES)}.")
+    return wanted, sort
+
+
+def _two_runs(query: Mapping[str, list[str]]) -> list[str]:
+    names = query.get("run", [])
+    if len(names) != 2:
+        _refuse("Select two runs of the list.")
+    return names
+
+
+def _refuse(text: str) -> NoReturn:
+    raise _Refused(HTTPStatus.BAD_REQUEST, text)
+
+
 def build_server(
-    find_page: Callable[[], LivePage], host: str, port: int, names: Collection[str] = ()
+    pages: RootPages, host: str, port: int, names: Collection[str] = (), token: str = ""
 ) -> ThreadingHTTPServer:
     """A listening server; call `serve_forever`. Raises ConfigError if the address cannot be bound.
 
-    find_page: called for each request, on any thread; if it raises StoreError or ConfigError, the answer is 503.
     names: host names to which the server answers, besides `host`, this host's own name and IP addresses; any other
-    is refused with 421.
+    is refused with 421. token: a request without it is refused with 401; empty: no token is needed.
     """
     try:
-        return _Server((host, port), find_page, (host, *names))
+        return _Server((host, port), pages, (host, *names), token)
     except OSError as error:
         raise ConfigError(f"{host}:{port} cannot be bound: {error.strerror or error}. Set another --port") from None

@@ -41,9 +41,14 @@ def may_be_live(hub: HubRecord | None) -> bool:
     if hub is None:
         return False
     if hub.host != socket.gethostname():
-        return hub.live.get("state") not in ("stopped", "done")
+        return not has_ended(hub)
     # A process that reuses the pid has another start.
     return process_lives(hub.pid, hub.process, lambda started_at: abs(started_at - hub.process_started_at) < 1.0)
+
+
+def has_ended(hub: HubRecord) -> bool:
+    """Whether the hub has ended by itself; then its last heartbeat says so."""
+    return hub.live.get("state") in ("stopped", "done")
 
 
 class HubWatch:

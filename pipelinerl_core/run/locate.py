@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,11 +16,12 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.context import RunContext, open_run
+from pipelinerl_core.run.git import git_commit
 from pipelinerl_core.run.history import read_epochs
 from pipelinerl_core.run.hub_status import HubWatch, is_descendant, process_lives, refuse_second_hub
 from pipelinerl_core.run.local_files import local_files, parent_of
 from pipelinerl_core.run.records import RUN_KEY, RunRecord
-from pipelinerl_core.run.user_code import installed_packages, store_code
+from pipelinerl_core.run.user_code import code_commits, installed_packages, store_code
 from pipelinerl_core.storage.object_store import open_store
 
 ROOT_VARIABLE = "PIPELINERL_ROOT"
@@ -30,7 +30,6 @@ LATEST_KEY = "latest.json"
 """Object under the root that names the run that was started or resumed last."""
 SHARED_MEMORY = Path("/dev/shm")
 _SHORT_COMMIT = 7
-_GIT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +110,7 @@ def create_run(url: str, config: RunConfig, *, flow_run_id: str, mlflow: MlflowR
         mlflow_uri=mlflow.uri if mlflow else None,
         code=code,
         packages=installed_packages(config),
+        commits=code_commits(config),
         owner=owner_of(config),
         parent=parent_of(config),
         files=local_files(config),
@@ -139,21 +139,14 @@ def remember_latest(url: str) -> None:
 
 def code_version() -> str:
     """Version of the package, and the commit if the package is in a git checkout."""
-    commit = git_commit()
+    commit = own_commit()
     return f"{__version__}+{commit[:_SHORT_COMMIT]}" if commit else __version__
 
 
-def git_commit() -> str | None:
-    """Commit of the git checkout that contains this file, 40 hex digits; None without a checkout."""
+def own_commit() -> str | None:
+    """Commit of the git checkout that has this package; None if the package was installed."""
     checkout = Path(__file__).parents[2]
-    if not (checkout / ".git").exists():
-        return None
-    command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.strip()
+    return git_commit(checkout) if (checkout / ".git").exists() else None
 
 
 def local_directory(url: str) -> Path | None:

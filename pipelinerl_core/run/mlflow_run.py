@@ -10,8 +10,9 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import Tracker
 from pipelinerl_core.run.context import log_directory
 from pipelinerl_core.run.local_files import parent_of
-from pipelinerl_core.run.locate import MlflowRef, code_version, git_commit, owner_of
+from pipelinerl_core.run.locate import MlflowRef, code_version, own_commit, owner_of
 from pipelinerl_core.run.records import RunRecord
+from pipelinerl_core.run.user_code import code_commits
 from pipelinerl_core.telemetry.datasets import run_datasets
 from pipelinerl_core.telemetry.mlflow import MlflowTracker, Status, tracking_uri
 from pipelinerl_core.telemetry.system import SystemSampler
@@ -78,7 +79,7 @@ def open_tracker(
     mlflow = None
     owner = record.owner if record else owner_of(config)
     tags = {
-        **label_tags(config, owner), **run_tags(config), **source_tags(flow_run_id), "pipelinerl.url": url, **labels
+        **label_tags(config, owner), **source_tags(flow_run_id), **run_tags(config), "pipelinerl.url": url, **labels
     }  # fmt: skip
     if uri is not None:
         tracker = MlflowTracker(
@@ -136,7 +137,11 @@ def label_tags(config: RunConfig, owner: str) -> dict[str, str]:
 
 
 def run_tags(config: RunConfig) -> dict[str, str]:
-    """Tags to group and filter runs by in MLflow; all settings are logged as parameters too."""
+    """Tags to group and filter runs by in MLflow; all settings are logged as parameters too.
+
+    The commit is that of the git checkout with the user's own files, if there is one.
+    """
+    commits = sorted(set(code_commits(config).values()))
     return {
         "schedule": config.schedule.kind,
         "seed": str(config.seed),
@@ -147,12 +152,13 @@ def run_tags(config: RunConfig) -> dict[str, str]:
         "model": config.model.path,
         "prompts": "mixture" if config.mixture else config.prompts.kind,
         **({"pipelinerl.parent": parent} if (parent := parent_of(config)) else {}),
+        **({"mlflow.source.git.commit": ", ".join(commits)} if commits else {}),
     }
 
 
 def source_tags(flow_run_id: str) -> dict[str, str]:
     """Flow run, version and commit that a run comes from. MLflow shows the mlflow.source tags as columns."""
-    commit = git_commit()
+    commit = own_commit()
     return {
         "prefect.flow_run_id": flow_run_id,
         "pipelinerl.version": code_version(),

@@ -235,6 +235,8 @@ class RunRecord(Record):
     a part of a mixture: the same of the part; loss.function, loss.advantage_function."""
     packages: dict[str, str] = {}
     """The same names -> distribution and version of a module that is installed instead of a file."""
+    commits: dict[str, str] = {}
+    """The same names -> commit of the git checkout that has the file; "-dirty" at the end: with other changes."""
     owner: str = ""
     """Whose run this is: tracking.owner, else user@host of the process that started the run."""
     parent: str = ""

@@ -11,6 +11,7 @@ from pipelinerl_core.config.verifier import scored_by
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.context import RunContext
+from pipelinerl_core.run.git import git_commit
 from pipelinerl_core.run.records import code_key
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,13 @@ def installed_packages(config: RunConfig) -> dict[str, str]:
         for distribution in packages_distributions().get(module, ())[:1]:
             packages[name] = f"{distribution} {version(distribution)}"
     return packages
+
+
+def code_commits(config: RunConfig) -> dict[str, str]:
+    """Name -> commit of the git checkout that has the file, as in RunRecord.commits."""
+    files = {name: _file(location) for name, (_, location) in _locations(config).items()}
+    commits = {name: git_commit(file.parent, with_changes=True) for name, file in files.items() if file is not None}
+    return {name: commit for name, commit in commits.items() if commit}
 
 
 def stored_code(run: RunContext, name: str = "") -> str | None:

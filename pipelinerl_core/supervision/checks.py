@@ -10,13 +10,13 @@ import sqlite3
 import subprocess
 import sys
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from http import HTTPStatus
 from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryFile
 from threading import Timer
 from typing import Any
 from urllib.error import HTTPError
@@ -108,10 +108,11 @@ def check_all(config: RunConfig, root: str, *, run: RunContext | None = None) ->
     if not is_model_there and not is_hub_model(config.model.path) and builtin_recipe(config.model.path) is None:
         raise _no_directory(config.model.path)
     fits = check_fit(config)
-    facts = check_prompts(config)
-    warnings = [*empty_slots(config), *check_reward(config, run)]
-    check_objective(config, run)
-    warnings += check_loading(config)
+    with started_loading(config) as loading:  # the longest check, beside the others
+        facts = check_prompts(config)
+        warnings = [*empty_slots(config), *check_reward(config, run)]
+        check_objective(config, run)
+        warnings += loading()
     check_model(config)
     if not is_model_there and is_hub_model(config.model.path):
         warnings += check_loading(config)  # again, now with its files
@@ -169,12 +170,20 @@ def obtain(path: str) -> Path | None:
 def check_loading(config: RunConfig) -> list[str]:
     """Learner and engine can compute the architecture of the model, which is tried with a small model, before a
     download; and the files of each model on this host are complete. Returns lines of text about the models."""
+    with started_loading(config) as loading:
+        return loading()
+
+
+@contextmanager
+def started_loading(config: RunConfig) -> Iterator[Callable[[], list[str]]]:
+    """Start `check_loading`; yields the function that waits for its lines."""
     recipes = [builtin_recipe(path) for path in config.model_paths.values()]
-    if any(isinstance(recipe, TinyModel | None) for recipe in recipes):
-        return _check_in_child(
-            "model.path", "pipelinerl_core.tools.check_model", config.model_dump(mode="json"), PROMPTS_SECONDS
-        )
-    return []
+    if not any(isinstance(recipe, TinyModel | None) for recipe in recipes):
+        yield list
+        return
+    given = config.model_dump(mode="json")
+    with _started("model.path", "pipelinerl_core.tools.check_model", given, PROMPTS_SECONDS) as wait:
+        yield wait
 
 
 def check_references(config: RunConfig) -> None:
@@ -320,29 +329,50 @@ def _with_code(config: RunConfig, part: str, run: RunContext | None) -> dict[str
 
 def _check_in_child(subject: str, module: str, given: Mapping[str, Any], seconds: float) -> list[str]:
     """Run a module that checks the JSON value on its stdin (check_process.py). Returns its lines."""
-    note = Timer(
-        _QUIET_SECONDS,
-        lambda: logger.warning(
-            "%s: its check takes more than %.0f s, and may take %.0f s", subject, _QUIET_SECONDS, seconds
-        ),
-    )
-    note.daemon = True
-    note.start()
-    try:
-        ended = subprocess.run(
-            ending_with_parent([sys.executable, "-m", module]),
-            input=json.dumps(given),
+    with _started(subject, module, given, seconds) as wait:
+        return wait()
+
+
+@contextmanager
+def _started(
+    subject: str, module: str, given: Mapping[str, Any], seconds: float
+) -> Iterator[Callable[[], list[str]]]:
+    """Start such a module; yields the function that waits for its lines. The process ends with the block."""
+    command = ending_with_parent([sys.executable, "-m", module])
+    with TemporaryFile() as value:  # no pipe, whose writer would wait until the process reads
+        value.write(json.dumps(given).encode())
+        value.seek(0)
+        process = subprocess.Popen(
+            command,
             env=role_environment(1, ""),
-            capture_output=True,
+            stdin=value,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=seconds,
-            check=False,
         )
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"{subject}: the check did not end within {seconds:.0f} s") from None
+
+    def wait() -> list[str]:
+        note = Timer(
+            _QUIET_SECONDS,
+            lambda: logger.warning(
+                "%s: its check takes more than %.0f s, and may take %.0f s", subject, _QUIET_SECONDS, seconds
+            ),
+        )
+        note.daemon = True
+        note.start()
+        try:
+            stdout, stderr = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"{subject}: the check did not end within {seconds:.0f} s") from None
+        finally:
+            note.cancel()
+        return result_of(subject, process.returncode, stdout, stderr)
+
+    try:
+        yield wait
     finally:
-        note.cancel()
-    return result_of(subject, ended.returncode, ended.stdout, ended.stderr)
+        process.kill()  # without effect on a process that has ended
+        process.communicate()
 
 
 _SQLITE = "sqlite:///"

@@ -10,11 +10,12 @@ from typing import Any
 
 from pipelinerl_core.batching.pack import MOST_OVER_LONGEST
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.gpu_counts import gpus_of
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.paths import model_config_of
 from pipelinerl_core.models.shapes import ModelShape, shape_of
 from pipelinerl_core.supervision.cards import CARDS, known_card
-from pipelinerl_core.supervision.gpus import gpus_of, inventory
+from pipelinerl_core.supervision.gpus import inventory
 
 _GIB = 2.0**30
 _OVERHEAD_BYTES = 1.5 * _GIB

@@ -22,6 +22,7 @@ from pathlib import Path
 from threading import Event
 
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.gpu_counts import gpus_of, needed_gpus
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded
 
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -81,30 +82,6 @@ def _allowed(gpus: list[Gpu], allowed: str) -> tuple[Gpu, ...]:
     )
 
 
-def gpus_of(config: RunConfig, role: str) -> int:
-    """GPUs of a role on a host with GPUs: `actor`, `evaluator`, `trainer` or `trainer_node` (the share of a host)."""
-    if config.model.device == "cpu":
-        return 0
-    if role in ("trainer", "trainer_node"):
-        return 0 if config.stays_on_cpu else config.trainer.ranks // config.placement.trainer_nodes
-    if role not in ("actor", "evaluator") or (config.stays_on_cpu and not config.engine.has_workers):
-        return 0
-    return config.placement.gpus_per_actor or config.engine.tensor_parallel * config.engine.data_parallel
-
-
-def needed_here(config: RunConfig) -> tuple[int, str]:
-    """GPUs that the roles of a local run use at the same time, and the sum as text."""
-    per_actor, ranks = gpus_of(config, "actor"), gpus_of(config, "trainer")
-    if config.placement.share_gpu:
-        needed = max(per_actor, ranks)
-        return needed, f"{needed} shared by actor and trainer (placement.share_gpu=true)"
-    beside = gpus_of(config, "evaluator") if config.eval_steps and not config.evaluates_on_actors else 0
-    terms = [f"trainer.ranks={config.trainer.ranks} x 1", f"placement.actors={config.placement.actors} x {per_actor}"]
-    terms += [f"evaluator {beside} (eval.on=own)"] if beside else []
-    total = ranks + config.placement.actors * per_actor + beside
-    return total, f"{' + '.join(terms)} = {total}"
-
-
 def check_gpus(config: RunConfig) -> None:
     """The host has the GPUs that a local run assigns, or any if model.device=cuda. Raises ConfigError."""
     if config.placement.kind != "local":
@@ -117,7 +94,7 @@ def check_gpus(config: RunConfig) -> None:
         )
     if not gpus:
         return
-    needed, text = needed_here(config)
+    needed, text = needed_gpus(config)
     if needed > len(gpus):
         share = "" if config.placement.share_gpu else ", set placement.share_gpu=true (one actor, one rank)"
         raise ConfigError(

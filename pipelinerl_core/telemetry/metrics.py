@@ -285,7 +285,7 @@ _DECLARED = (
     _run("ready_groups", "", "Finished groups that no step has reserved."),
     _run("leased_groups", "", "Groups that actors work on."),
     _run("state", "", "1 for the state of the run.", labels=("state",)),
-    _run("hub_silent_seconds", "seconds", "Time since the last heartbeat of the hub."),
+    _run("hub_silent_seconds", "seconds", "Time since the last heartbeat of a hub that has not ended by itself."),
     _run("actor_running", "", "Sequences in decoding.", labels=("actor",)),
     _run("actor_waiting", "", "Sequences that wait for a slot.", labels=("actor",)),
     _run("actor_slots", "", "Slots.", labels=("actor",)),
@@ -437,8 +437,8 @@ _TITLES: Mapping[Group, tuple[str, ...]] = {
     "run": (
         "## For Prometheus",
         "",
-        "From the page of a run (`pipelinerl status --web`, /metrics), with the label `run`: the newest value of",
-        "each metric above that has a name for Prometheus, and",
+        "From `pipelinerl serve` (/metrics), of each run that is running or was during the last day, with the label",
+        "`run`: the newest value of each metric above that has a name for Prometheus, and",
     ),
     "role": ("From each role (its own /metrics); /targets.json gives Prometheus the labels run, role and name:",),
 }

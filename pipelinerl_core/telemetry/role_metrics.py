@@ -1,10 +1,10 @@
-"""The Prometheus metrics of one process, and of a run from its status document.
+"""The Prometheus metrics of one process, and of runs from their status documents.
 
-Run, role and name of a process are labels of its target in /targets.json (`pipelinerl status --web`) and of
+Run, role and name of a process are labels of its target in /targets.json (`pipelinerl serve`) and of
 pipelinerl_role_info. Other labels have few values, which bounds the number of series.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from prometheus_client import (
@@ -21,7 +21,7 @@ from pipelinerl_core.telemetry.metrics import METRICS, Metric
 from pipelinerl_core.types import Fate
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-STATES = ("running", "stopped", "finished")
+STATES = ("running", "stopped", "finished", "unreadable")
 
 
 class RoleMetrics:
@@ -74,17 +74,26 @@ class RoleMetrics:
         return parent.labels(label)
 
 
-def run_exposition(status: Mapping[str, Any]) -> bytes:
-    """The metrics of a run in the text format, from a status document (report/live_view.py), without empty values."""
-    registry, run = _empty_registry(), str(status["run_id"])
-    for name, value in _run_values(status).items():
-        samples = value if isinstance(value, dict) else {"": value}
-        if not samples or None in samples.values():
-            continue
-        built = _build(METRICS[name], registry)
-        assert not isinstance(built, Histogram)
-        for label, sample in samples.items():
-            built.labels(*((run, label) if METRICS[name].labels else (run,))).inc(float(sample))
+def runs_exposition(statuses: Iterable[Mapping[str, Any]], unreadable: Iterable[str] = ()) -> bytes:
+    """The metrics of runs in the text format, from status documents (report/live_view.py), without empty values.
+
+    unreadable: ids of runs that cannot be read; only their state is exported.
+    """
+    registry = _empty_registry()
+    built: dict[str, Counter | Gauge] = {}
+    runs = [(str(status["run_id"]), _run_values(status)) for status in statuses]
+    runs += [(run, {"state": {state: state == "unreadable" for state in STATES}}) for run in unreadable]
+    for run, values in runs:
+        for name, value in values.items():
+            samples = value if isinstance(value, dict) else {"": value}
+            if not samples or None in samples.values():
+                continue
+            if name not in built:
+                metric = _build(METRICS[name], registry)
+                assert not isinstance(metric, Histogram)
+                built[name] = metric
+            for label, sample in samples.items():
+                built[name].labels(*((run, label) if METRICS[name].labels else (run,))).inc(float(sample))
     return generate_latest(registry)
 
 
@@ -110,7 +119,7 @@ def _run_values(status: Mapping[str, Any]) -> dict[str, Any]:
         "ready_groups": status["ready"],
         "leased_groups": status["leased"],
         "state": {state: status["state"] == state for state in STATES},
-        "hub_silent_seconds": hub and hub["silent_seconds"],
+        "hub_silent_seconds": None if hub is None or hub["ended"] else hub["silent_seconds"],
         "actor_running": of_actors("running"),
         "actor_waiting": of_actors("waiting"),
         "actor_slots": of_actors("concurrency"),

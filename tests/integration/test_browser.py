@@ -17,8 +17,11 @@ from urllib.request import urlopen
 
 import pytest
 
-from pipelinerl_core.report import web
-from tests.fakes import MemoryStore
+from pipelinerl_core.report import live_page, root_pages
+from pipelinerl_core.report.root_pages import RootPages
+from pipelinerl_core.report.web import build_server
+from pipelinerl_core.run.records import RUN_KEY
+from pipelinerl_core.storage.object_store import open_store
 from tests.integration.browser import Page, browser
 from tests.integration.cli_case import committed
 from tests.integration.pipeline import ROOT
@@ -80,10 +83,10 @@ def world(tmp_path_factory: pytest.TempPathFactory, prepared_model: Path, page: 
         prefect.deploy()
         wait_for(lambda: committed(home / "runs") >= STEPS // 2, "half of the steps", RUN_SECONDS, process=train)
         live = f"http://127.0.0.1:{free_port()}"
-        start(prefect, "status", "latest", "--web", "--port", live.rpartition(":")[2])
+        start(prefect, "serve", "--port", live.rpartition(":")[2])
         wait_for(lambda: answers(f"{live}/"), f"the live view, {home / 'log'}", START_SECONDS)
         if UPDATES:
-            page.go(f"{live}/")
+            page.go(f"{live}/runs/latest/")
             page.sees(f"/{STEPS}", "Reward against rollouts trained", "Roles over time")
             assert train.poll() is None, "the run ended before the picture was taken"
             page.value("document.querySelector('#live').style.position = 'static'")
@@ -229,7 +232,7 @@ HERO = """
 
 
 def test_the_report_begins_with_roles_reward_and_completions(world, page, picture):
-    page.go(f"{world.live}/", width=1200)
+    page.go(f"{world.live}/runs/latest/", width=1200)
     page.sees("Roles over time", "Reward against wall clock", *(("Version 0",) if UPDATES else ()))
     height = int(page.value(HERO))
     assert 400 < height < 2000
@@ -238,6 +241,8 @@ def test_the_report_begins_with_roles_reward_and_completions(world, page, pictur
 
 def test_the_live_page_shows_reward_lag_ledger_lanes_and_tokens_by_version(world, page):
     page.go(f"{world.live}/")
+    page.sees("Runs", world.report["run_id"], "finished", f"{STEPS} of {STEPS}")
+    page.click(world.report["run_id"])
     page.sees(f"{world.report['run_id']}: finished, step {STEPS}/{STEPS}")
     page.sees("Reward against rollouts trained", "Lag of trained tokens", "Token ledger", "masked_stale")
     page.sees(
@@ -262,34 +267,68 @@ def test_the_live_page_shows_reward_lag_ledger_lanes_and_tokens_by_version(world
     assert page.errors == []
 
 
-def test_the_live_page_renews_itself_and_runs_no_script_but_its_own(page, monkeypatch):
-    monkeypatch.setattr(web, "STATUS_SECONDS", 0.0)
-    store = MemoryStore()
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """Address of a server of a root without runs."""
+    monkeypatch.setattr(live_page, "STATUS_SECONDS", 0.0)
+    monkeypatch.setattr(root_pages, "LIST_SECONDS", 0.0)
+    server = build_server(RootPages(open_store(str(tmp_path))), "127.0.0.1", 0)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://localhost:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_the_list_of_runs_renews_itself_and_leads_to_two_runs_side_by_side(page, picture, served, tmp_path):
+    page.go(f"{served}/", width=1500)
+    page.sees("No runs yet.")
+    for name, owner, tags, steps in (
+        ("lr-sweep-1a2b3c4d", "alice@gpu1", ("exp:42", "team:math"), 40),
+        ("lr-sweep-5e6f7a8b", "alice@gpu1", ("exp:42", "team:math"), 60),
+        ("quickstart-9c0d1e2f", "bob@laptop", (), 12),
+    ):
+        store = open_store(str(tmp_path / name))
+        write_run(store, Shape(steps=steps))
+        record = json.loads(store.get(RUN_KEY))
+        tracking = {**record["config"]["tracking"], "tags": tags, "notes": "half the rate" if steps == 60 else ""}
+        config = {
+            **record["config"],
+            "tracking": tracking,
+            "model": {**record["config"]["model"], "path": "my/model"},
+        }
+        store.put(RUN_KEY, json.dumps({**record, "run_id": name, "owner": owner, "config": config}).encode())
+    page.sees("lr-sweep-1a2b3c4d", "quickstart-9c0d1e2f", "half the rate", "60 of 60")
+    assert page.value("document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off"
+    page.fill("document.querySelector('input[name=owner]')", "alice")
+    page.click("Filter")
+    page.until("two runs", "document.querySelectorAll('#runs tr').length === 3")
+    page.value("document.activeElement.blur()")
+    picture("serve.png", height=330)
+    page.value("document.querySelectorAll('#runs input').forEach(box => box.click())")
+    page.click("Compare two selected runs")
+    page.sees("Two runs", "Settings that differ", "tracking.notes", "held-out, last version")
+    picture("two-runs.png", height=1250)
+    assert page.errors == []
+
+
+def test_the_live_page_renews_itself_and_runs_no_script_but_its_own(page, served, tmp_path):
+    store = open_store(str(tmp_path / "quickstart-1"))
     write_run(store, Shape(steps=10))
     hidden = {key: store.get(key) for key in store.list("commits") if int(key.split("/")[1].split(".")[0]) > 4}
     store.delete(hidden)
-    live = web.LivePage(store, None)
-    server = web.build_server(lambda: live, "127.0.0.1", 0)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        page.go(f"http://localhost:{server.server_address[1]}/")
-        page.sees("stopped, step 4/10", "Roles over time")
-        assert page.value("getComputedStyle(document.getElementById('live')).position") == "sticky"
-        assert page.value("getComputedStyle(document.querySelector('.kicker')).fontSize") == "13px"
-        page.value("document.querySelector('main').dataset.old = 'yes'")
-        for key, data in hidden.items():
-            store.put(key, data)
-        page.sees("step 10/10")
-        page.until("the new report", "!document.querySelector('main').dataset.old")
-        page.value(
-            "addEventListener('securitypolicyviolation', event => { window.blocked = event.effectiveDirective })"
-        )
-        page.value("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.ran = 1\">')")
-        page.until("the block of a foreign script", "window.blocked")
-        assert page.value("window.ran") is None
-        assert page.errors == []
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    page.go(f"{served}/runs/quickstart-1/")
+    page.sees("stopped, step 4/10", "Roles over time")
+    assert page.value("getComputedStyle(document.getElementById('live')).position") == "sticky"
+    assert page.value("getComputedStyle(document.querySelector('.kicker')).fontSize") == "13px"
+    page.value("document.querySelector('main').dataset.old = 'yes'")
+    for key, data in hidden.items():
+        store.put(key, data)
+    page.sees("step 10/10")
+    page.until("the new report", "!document.querySelector('main').dataset.old")
+    page.value("addEventListener('securitypolicyviolation', event => { window.blocked = event.effectiveDirective })")
+    page.value("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.ran = 1\">')")
+    page.until("the block of a foreign script", "window.blocked")
+    assert page.value("window.ran") is None
+    assert page.errors == []

@@ -10,11 +10,14 @@ from urllib.request import urlopen
 import pytest
 
 from pipelinerl_core.models.resolve import load_config
-from pipelinerl_core.report.web import LivePage, build_server
+from pipelinerl_core.report import root_pages
+from pipelinerl_core.report.root_pages import RootPages
+from pipelinerl_core.report.web import build_server
 from pipelinerl_core.roles.runtime.monitor import monitored
 from pipelinerl_core.run.context import RunContext
+from pipelinerl_core.run.locate import remember_latest
 from pipelinerl_core.run.records import RunRecord
-from tests.fakes import MemoryStore
+from pipelinerl_core.storage.object_store import open_store
 from tests.ports import free_port
 from tests.processes import debian_program
 from tests.synthetic_run import Shape, write_run
@@ -49,21 +52,24 @@ def ask(port, path):
         return {}
 
 
-def test_prometheus_finds_the_roles_through_the_page_and_scrapes_them(promtool, tmp_path):
-    store = MemoryStore()
+def test_prometheus_finds_the_roles_through_the_server_of_the_runs_and_scrapes_them(promtool, tmp_path, monkeypatch):
+    store = open_store(str(tmp_path / "runs" / "quickstart-1"))
     write_run(store, Shape(steps=3))
+    remember_latest(store.url)
     run = RunContext(
         store=store,
         record=RunRecord.model_validate_json(store.get("run.json")),
         config=load_config("quickstart"),
         token="t",
     )
-    page = LivePage(store, None)
-    server = build_server(lambda: page, "127.0.0.1", 0)
+    monkeypatch.setattr(root_pages, "RECENT_SECONDS", 1e9)  # the commits of the synthetic run are of 2025
+    server = build_server(RootPages(open_store(str(tmp_path / "runs"))), "127.0.0.1", 0, token="of-prometheus")
+    (tmp_path / "token").write_text("of-prometheus\n")
     threading.Thread(target=server.serve_forever, daemon=True).start()
     text = (PROMETHEUS / "prometheus.yml").read_text()
     for shipped, here in (
-        ("status:9464", f"127.0.0.1:{server.server_address[1]}"),
+        ("/run/secrets/serve-token", str(tmp_path / "token")),
+        ("serve:9464", f"127.0.0.1:{server.server_address[1]}"),
         ("15s", "1s"),
         ("- alerts.yml", f"- {PROMETHEUS / 'alerts.yml'}"),
     ):

@@ -108,7 +108,7 @@ def test_every_address_is_that_of_a_service():
         "s3",
         "prefect-server",
         "mlflow",
-        "status",
+        "serve",
         "prometheus",
     }
     for name, port in named - {("postgres", "5432"), ("redis", "6379")}:  # not published

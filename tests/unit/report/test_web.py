@@ -1,38 +1,42 @@
-"""The page of a run while it goes on, and what Prometheus scrapes."""
+"""The pages of `pipelinerl serve`: the list, a run while it goes on, two runs, and what Prometheus scrapes."""
 
 import json
 import re
 import socket
 import threading
 from base64 import b64encode
+from contextlib import contextmanager
 from hashlib import sha256
 from http.client import HTTPConnection
-from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipelinerl.flows.cli import live_page
-from pipelinerl_core.errors import ConfigError, MissingObject, StoreError
-from pipelinerl_core.report import facts, web
+from pipelinerl_core.errors import ConfigError, MissingObject
+from pipelinerl_core.report import facts, live_page, root_pages
+from pipelinerl_core.report.live_page import LivePage
 from pipelinerl_core.report.live_view import run_status
-from pipelinerl_core.report.web import LivePage, build_server
+from pipelinerl_core.report.root_pages import RootPages
+from pipelinerl_core.report.web import build_server
 from pipelinerl_core.run.locate import remember_latest
 from pipelinerl_core.run.records import RUN_KEY
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.telemetry.metrics import METRICS
-from pipelinerl_core.telemetry.role_metrics import run_exposition
+from pipelinerl_core.telemetry.role_metrics import runs_exposition
 from tests.fakes import MemoryStore
 from tests.synthetic_run import Shape, write_run
+
+RUN = "quickstart-1"
 
 
 class Run:
     """A run of ten steps, of which the first few are committed."""
 
-    def __init__(self):
-        self.store = MemoryStore()
+    def __init__(self, root):
+        self.store = open_store(str(root / RUN))
         write_run(self.store, Shape(steps=10))
+        remember_latest(self.store.url)
         self.hidden = {key: self.store.get(key) for key in self.store.list("commits")}
         self.store.delete(self.hidden)
         self.commit(4)
@@ -44,21 +48,37 @@ class Run:
 
 
 @pytest.fixture
-def run(monkeypatch):
-    monkeypatch.setattr(web, "STATUS_SECONDS", 0.0)
-    return Run()
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(live_page, "STATUS_SECONDS", 0.0)
+    monkeypatch.setattr(root_pages, "LIST_SECONDS", 0.0)
+    monkeypatch.setattr(root_pages, "PAGE_SHARE", 1e9)
+    monkeypatch.setattr(root_pages, "RECENT_SECONDS", 1e9)  # synthetic runs are of 2025
+    return Run(tmp_path)
+
+
+@contextmanager
+def serving(root, **how):
+    server = build_server(RootPages(open_store(str(root))), "127.0.0.1", 0, **how)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 @pytest.fixture
-def served(run):
-    page = LivePage(run.store, None)
-    server = build_server(lambda: page, "127.0.0.1", 0)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def served(run, tmp_path):
+    with serving(tmp_path) as url:
+        yield url
+
+
+@pytest.fixture
+def page(served):
+    """Address of the page of the run, without the slash at the end."""
+    return f"{served}/runs/{RUN}"
 
 
 def get(url):
@@ -66,29 +86,32 @@ def get(url):
         return answer.read().decode()
 
 
-def test_the_page_is_the_report_below_a_status_line_of_the_run(run, served):
-    page = get(f"{served}/")
-    assert "Roles over time" in page
-    assert 'id="live"' in page
-    assert "stopped, step 4/10" in page
-    assert 'data-page="4/2"' in page
-    status = json.loads(get(f"{served}/status.json"))
+def test_the_page_of_a_run_is_its_report_below_a_status_line(run, served, page):
+    text = get(f"{page}/")
+    assert "Roles over time" in text
+    assert 'id="live"' in text
+    assert "stopped, step 4/10" in text
+    assert 'data-page="4/2"' in text
+    assert '<a href="../../">all runs</a>' in text
+    status = json.loads(get(f"{page}/status.json"))
     assert (status["step"], status["page"]) == (4, "4/2")
     assert status["line"].startswith(f"{status['run_id']}: stopped, step 4/10  reward ")
     assert get(f"{served}/healthz") == "ok\n"
 
 
-def answer_to(served, host, path="/"):
-    """Status, headers and text of the answer to a request with this Host header."""
+def answer_to(served, host, path="/", **headers):
+    """Status, headers and text of the answer to a request with this Host header and further ones."""
     connection = HTTPConnection(served.removeprefix("http://"), timeout=60)
-    connection.request("GET", path, headers={"Host": host})
+    connection.request("GET", path, headers={"Host": host, **headers})
     answer = connection.getresponse()
     answered = (answer.status, answer.headers, answer.read().decode())
     connection.close()
     return answered
 
 
-@pytest.mark.parametrize("path", ["/", "/status.json", "/metrics", "/targets.json", "/healthz"])
+@pytest.mark.parametrize(
+    "path", ["/", "/runs.json", f"/runs/{RUN}/", f"/runs/{RUN}/status.json", "/metrics", "/targets.json", "/healthz"]
+)
 def test_a_page_of_the_web_whose_name_leads_here_reads_nothing(run, served, path):
     for host in (
         "evil.example",
@@ -106,8 +129,8 @@ def test_a_page_of_the_web_whose_name_leads_here_reads_nothing(run, served, path
         assert answer_to(served, host, path)[0] == 200, host
 
 
-def test_names_that_were_allowed_are_answered(run):
-    server = build_server(lambda: None, "127.0.0.1", 0, ["status", "Gpu1.Example"])
+def test_names_that_were_allowed_are_answered():
+    server = build_server(None, "127.0.0.1", 0, ["status", "Gpu1.Example"])
     assert [server.answers_to(host) for host in ("status:9464", "gpu1.example", "gpu1", "other")] == [
         True,
         True,
@@ -117,19 +140,21 @@ def test_names_that_were_allowed_are_answered(run):
     server.server_close()
 
 
-def test_the_page_may_run_its_own_script_and_nothing_else(run, served):
-    for path in ("/", "/nothing"):
-        headers = answer_to(served, "localhost", path)[1]
-        assert headers["X-Content-Type-Options"] == "nosniff"
-        policy = dict(part.strip().split(" ", 1) for part in headers["Content-Security-Policy"].split(";"))
-        assert policy["default-src"] == "'none'"
-        assert "unsafe" not in headers["Content-Security-Policy"]
-    page = get(f"{served}/")
+@pytest.mark.parametrize("path", ["/", f"/runs/{RUN}/", f"/compare?run={RUN}&run={RUN}", "/nothing"])
+def test_a_page_may_run_its_own_script_and_nothing_else(run, served, path):
+    _, headers, text = answer_to(served, "localhost", path)
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    policy = dict(part.strip().split(" ", 1) for part in headers["Content-Security-Policy"].split(";"))
+    assert policy["default-src"] == "'none'"
+    assert "unsafe" not in headers["Content-Security-Policy"]
+    if path == "/nothing":
+        return
     for element, source in (("script", "script-src"), ("style", "style-src")):
-        texts = re.findall(rf"<{element}>(.*?)</{element}>", page, re.DOTALL)
+        texts = re.findall(rf"<{element}>(.*?)</{element}>", text, re.DOTALL)
         hashes = {f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in texts}
-        assert hashes == set(policy[source].split())
-    assert not re.search(r'<[^>]* (style|on[a-z]+)="', page), "attributes that the policy would block"
+        assert hashes <= set(policy[source].split())
+        assert hashes or (element, path.partition("?")[0]) == ("script", "/compare")
+    assert not re.search(r'<[^>]* (style|on[a-z]+)="', text), "attributes that the policy would block"
 
 
 def test_markup_in_the_id_of_a_run_is_text_on_its_page(run):
@@ -141,21 +166,22 @@ def test_markup_in_the_id_of_a_run_is_text_on_its_page(run):
     assert "x&lt;img src=x onerror=alert(1)&gt;&amp;amp;: stopped, step 4/10" in page
 
 
-def test_a_new_commit_makes_a_new_page_and_reads_no_batch_twice(run, served, monkeypatch):
-    get(f"{served}/")
+def test_a_new_commit_makes_a_new_page_and_reads_no_batch_twice(run, page, monkeypatch):
+    monkeypatch.setattr(live_page, "PAGE_SHARE", 1e9)
+    get(f"{page}/")
     read = []
     real = facts.read_batch
     monkeypatch.setattr(facts, "read_batch", lambda store, commit: read.append(commit.step) or real(store, commit))
     run.commit(7)
-    assert json.loads(get(f"{served}/status.json"))["page"] == "7/2"
-    assert 'data-page="7/2"' in get(f"{served}/")
+    assert json.loads(get(f"{page}/status.json"))["page"] == "7/2"
+    assert 'data-page="7/2"' in get(f"{page}/")
     assert read == [5, 6, 7]
 
 
 def test_a_live_run_is_drawn_again_only_now_and_then(run, monkeypatch):
-    monkeypatch.setattr(web, "PAGE_SHARE", 1e-6)
-    real = web.status_of
-    monkeypatch.setattr(web, "status_of", lambda *known, **more: {**real(*known, **more), "state": "running"})
+    monkeypatch.setattr(live_page, "PAGE_SHARE", 1e-6)
+    real = live_page.status_of
+    monkeypatch.setattr(live_page, "status_of", lambda *known, **more: {**real(*known, **more), "state": "running"})
     page = LivePage(run.store, None)
     page.page()
     run.commit(7)
@@ -163,18 +189,24 @@ def test_a_live_run_is_drawn_again_only_now_and_then(run, monkeypatch):
     assert 'data-page="4/2"' in page.page()
 
 
-def test_missing_and_unreadable_objects_are_told_apart(run, served, monkeypatch):
-    with pytest.raises(HTTPError, match="404"):
-        get(f"{served}/../run.json")
-
-    def away(prefix):
-        raise StoreError("the store is away")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run.store, "list", away)
-        with pytest.raises(HTTPError, match="503"):
-            get(f"{served}/status.json")
-    assert json.loads(get(f"{served}/status.json"))["step"] == 4
+def test_missing_and_unreadable_objects_are_told_apart(run, served, page):
+    for path in (
+        "/../run.json",
+        "/runs/nothing/",
+        "/runs/..%2Fquickstart-1/",
+        "/runs/file:%2F%2F%2Ftmp/",
+        "/runs/%2e%2e/",
+    ):
+        assert answer_to(served, "localhost", path)[0] == 404, path
+    commit = run.store.list("commits")[-1]
+    data = run.store.get(commit)
+    run.store.put(commit, b"{")
+    assert answer_to(served, "localhost", f"/runs/{RUN}/status.json")[0] == 503
+    (listed,) = json.loads(get(f"{served}/runs.json"))["runs"]
+    assert listed["state"] == "unreadable"
+    assert b'state="unreadable"} 1.0' in get(f"{served}/metrics").encode()
+    run.store.put(commit, data)
+    assert json.loads(get(f"{page}/status.json"))["step"] == 4
     with pytest.raises(MissingObject):
         LivePage(MemoryStore(), None)
 
@@ -182,7 +214,7 @@ def test_missing_and_unreadable_objects_are_told_apart(run, served, monkeypatch)
 def test_a_port_that_is_taken_is_a_configuration_error(run, served):
     port = int(served.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be bound"):
-        build_server(lambda: LivePage(run.store, None), "127.0.0.1", port)
+        build_server(None, "127.0.0.1", port)
 
 
 def test_prometheus_can_read_every_metric_and_every_name_is_declared(run, served):
@@ -194,7 +226,7 @@ def test_prometheus_can_read_every_metric_and_every_name_is_declared(run, served
     tokens = {s.labels["class"]: s.value for s in families["pipelinerl_tokens"].samples}
     assert tokens["generated"] == sum(number for name, number in tokens.items() if name != "generated")
     states = {s.labels["state"]: s.value for s in families["pipelinerl_state"].samples}
-    assert states == {"running": 0.0, "stopped": 1.0, "finished": 0.0}
+    assert states == {"running": 0.0, "stopped": 1.0, "finished": 0.0, "unreadable": 0.0}
     actors = {s.labels["actor"] for s in families["pipelinerl_actor_slots"].samples}
     assert actors == {"actor-0", "actor-1"}, "labels are bounded: no epochs in them"
 
@@ -206,25 +238,99 @@ def test_of_an_actor_that_was_restarted_the_newest_epoch_is_shown(store):
         **run_status(store),
         "actors": {"actor-0/9": actor_state, "actor-0/10": {**actor_state, "running": 5}, "actor-0/2": actor_state},
     }
-    assert run_exposition(status).count(b"pipelinerl_actor_running{") == 1
-    assert b"} 5.0" in run_exposition(status)
+    assert runs_exposition([status]).count(b"pipelinerl_actor_running{") == 1
+    assert b"} 5.0" in runs_exposition([status])
 
 
-def test_latest_is_followed_from_one_run_to_the_next(tmp_path, monkeypatch):
-    monkeypatch.setattr(live_page, "LATEST_SECONDS", 0.0)
-    current = live_page.CurrentPage("latest", str(tmp_path))
+def test_latest_is_followed_from_one_run_to_the_next(tmp_path):
+    pages = RootPages(open_store(str(tmp_path)))
     with pytest.raises(ConfigError, match="no run was started"):
-        current()
-    pages = []
+        pages.run("latest")
+    seen = []
     for name in ("one", "one", "two"):
         write_run(open_store(str(tmp_path / name)), Shape(steps=2))
         remember_latest(str(tmp_path / name))
-        pages.append(current())
-    assert pages[0] is pages[1]
-    assert pages[2] is not pages[1]
+        seen.append(pages.run("latest"))
+    assert seen[0] is seen[1]
+    assert seen[2] is not seen[1]
 
 
 def test_a_run_without_commits_or_hub_has_metrics_too(store):
     write_run(store, Shape(steps=2))
     store.delete(store.list("commits"))
-    assert b'pipelinerl_step{run="' in run_exposition(run_status(store))
+    assert b'pipelinerl_step{run="' in runs_exposition([run_status(store)])
+
+
+def team(root):
+    """Three runs of two owners; of the third, run.json is damaged."""
+    for name, owner, tags, steps in (("a-1", "alice", ("exp:1",), 6), ("b-2", "bob", (), 9), ("c-3", "bob", (), 3)):
+        store = open_store(str(root / name))
+        write_run(store, Shape(steps=steps))
+        record = json.loads(store.get(RUN_KEY))
+        record["config"]["tracking"] = {**record["config"].get("tracking", {}), "tags": tags, "notes": "<b>half</b>"}
+        store.put(RUN_KEY, json.dumps({**record, "run_id": name, "owner": owner}).encode())
+    store.put(RUN_KEY, b"{")
+
+
+def test_the_list_has_every_run_with_filters_and_order(run, tmp_path):
+    team(tmp_path / "runs")
+    with serving(tmp_path / "runs") as served:
+        text = get(f"{served}/")
+        assert {"a-1", "b-2", "c-3"} == set(re.findall(r'name="run" value="([^"]*)"', text))
+        assert 'href="runs/c-3/"' not in text, "an unreadable run has no page"
+        assert "&lt;b&gt;half&lt;/b&gt;" in text
+        assert "<b>half" not in text
+
+        def shown(query):
+            return [run["run_id"] for run in json.loads(get(f"{served}/runs.json?{query}"))["runs"]]
+
+        assert shown("owner=bob") == ["b-2"]
+        assert shown("tag=exp") == ["a-1"]
+        assert shown("state=unreadable") == ["c-3"]
+        assert shown("sort=step")[:2] == ["b-2", "a-1"]
+        assert shown("sort=owner")[:2] == ["a-1", "b-2"]
+        for query in ("sort=color", "state=lost"):
+            assert answer_to(served, "localhost", f"/runs.json?{query}")[0] == 400
+        first = json.loads(get(f"{served}/runs.json?owner=alice"))["runs"][0]
+        assert first["tokens"] > 0
+        assert first["seconds"] == pytest.approx(6.5)
+
+
+def test_two_runs_side_by_side_show_figures_and_the_settings_that_differ(run, tmp_path):
+    team(tmp_path / "runs")
+    with serving(tmp_path / "runs") as served:
+        text = get(f"{served}/compare?run=a-1&run=b-2")
+        assert re.search(r"<td>steps</td><td>6</td><td>9</td>", text)
+        assert "<td>tracking.tags</td>" in text
+        assert "<td>tracking.notes</td>" not in text, "equal in both"
+        assert text.count("<svg") == 2
+        for query, status in (("run=a-1", 400), ("run=a-1&run=b-2&run=c-3", 400), ("run=a-1&run=nothing", 404)):
+            assert answer_to(served, "localhost", f"/compare?{query}")[0] == status, query
+
+
+def test_prometheus_sees_every_run_of_the_root(run, tmp_path, monkeypatch):
+    team(tmp_path / "runs")
+    with serving(tmp_path / "runs") as served:
+        families = {f.name: f for f in text_string_to_metric_families(get(f"{served}/metrics"))}
+        assert {s.labels["run"] for s in families["pipelinerl_step"].samples} == {"a-1", "b-2"}
+        monkeypatch.setattr(root_pages, "RECENT_SECONDS", 1.0)
+        families = {f.name: f for f in text_string_to_metric_families(get(f"{served}/metrics"))}
+        assert "pipelinerl_step" not in families, "these runs ended long ago"
+        assert {s.labels["run"] for s in families["pipelinerl_state"].samples} == {"c-3"}
+
+
+def test_with_a_token_nothing_is_shown_without_it(run, tmp_path):
+    with serving(tmp_path, token="s3cret/+1") as served:
+        for path in ("/", "/runs.json", f"/runs/{RUN}/", "/metrics", "/targets.json", "/?token=other", "/nothing"):
+            assert answer_to(served, "localhost", path)[0] == 401, path
+        assert answer_to(served, "localhost", "/", Cookie="pipelinerl-token=other")[0] == 401
+        assert answer_to(served, "localhost", "/healthz")[0] == 200
+        bearer = {"Authorization": "Bearer s3cret/+1"}
+        assert answer_to(served, "localhost", "/metrics", **bearer)[0] == 200
+        status, headers, _ = answer_to(served, "localhost", f"/runs/{RUN}/?a=1&token=s3cret/%2B1")
+        assert (status, headers["Location"]) == (303, f"/runs/{RUN}/?a=1")
+        cookie = headers["Set-Cookie"].partition(";")
+        assert "HttpOnly" in cookie[2]
+        assert answer_to(served, "localhost", "/", Cookie=cookie[0])[0] == 200
+        status, headers, _ = answer_to(served, "localhost", "//evil.example/?token=s3cret/%2B1")
+        assert headers["Location"] == "/evil.example/"

@@ -1,6 +1,8 @@
 """The file of reward.function is stored with the run, and the stored copy is the one that counts."""
 
 import hashlib
+import re
+import subprocess
 
 import pytest
 
@@ -8,7 +10,8 @@ from pipelinerl_core.errors import ChecksumMismatch, ConfigError
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.locate import create_run, run_url
-from pipelinerl_core.run.user_code import local_code, stored_code, warn_of_changed_code
+from pipelinerl_core.run.mlflow_run import run_tags
+from pipelinerl_core.run.user_code import code_commits, local_code, stored_code, warn_of_changed_code
 
 CODE = "def score(text):\n    return 1.0\n"
 SHA256 = hashlib.sha256(CODE.encode()).hexdigest()
@@ -40,6 +43,22 @@ def test_the_stored_copy_is_read_whatever_happens_to_the_local_file(run, tmp_pat
     (tmp_path / "mine.py").unlink()
     warn_of_changed_code(run)
     assert len(caplog.messages) == 1
+
+
+def test_the_commit_of_the_users_own_repository_is_recorded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(CODE)
+    assert code_commits(settings("mine.py:score")) == {}
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    for arguments in (("init", "-q"), ("add", "mine.py"), (*who, "commit", "-q", "-m", "reward")):
+        subprocess.run(["git", *arguments], check=True, capture_output=True)
+    run = create_run(run_url("runs", "r"), settings("mine.py:score"), flow_run_id="f", mlflow=None)
+    (commit,) = run.record.commits.values()
+    assert re.fullmatch("[0-9a-f]{40}", commit)
+    assert run_tags(settings("mine.py:score"))["mlflow.source.git.commit"] == commit
+    (tmp_path / "mine.py").write_text(CODE.replace("1.0", "2.0"))
+    assert code_commits(settings("mine.py:score")) == {"": f"{commit}-dirty"}
+    assert code_commits(settings("json:loads")) == {}
 
 
 def test_a_changed_copy_is_refused(run):

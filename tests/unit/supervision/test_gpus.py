@@ -15,10 +15,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipelinerl_core.config.gpu_counts import gpus_of, needed_gpus
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.supervision import gpus, run_roles
-from pipelinerl_core.supervision.gpus import check_gpus, claimed_gpus, gpus_of, inventory, needed_here
+from pipelinerl_core.supervision.gpus import check_gpus, claimed_gpus, inventory
 
 VLLM = ("engine.kind=vllm", "model.dtype=bfloat16", "model.device=cuda", "weights.transport=object_store")
 
@@ -65,7 +66,7 @@ def test_a_driver_that_answers_nonsense_is_a_host_without_gpus(tmp_path, monkeyp
 def test_each_role_gets_the_number_of_gpus_of_its_keys():
     twelve = config("placement.actors=6", "engine.tensor_parallel=2", "trainer.ranks=4", "schedule.max_lag=8")
     assert (gpus_of(twelve, "actor"), gpus_of(twelve, "trainer"), gpus_of(twelve, "hub")) == (2, 4, 0)
-    assert needed_here(twelve) == (16, "trainer.ranks=4 x 1 + placement.actors=6 x 2 = 16")
+    assert needed_gpus(twelve) == (16, "trainer.ranks=4 x 1 + placement.actors=6 x 2 = 16")
     assert gpus_of(config("placement.gpus_per_actor=4", "engine.data_parallel=2"), "evaluator") == 4
     pooled = config("placement.kind=work_pools", "placement.trainer_nodes=2", "trainer.ranks=8")
     assert gpus_of(pooled, "trainer") == gpus_of(pooled, "trainer_node") == 4
@@ -73,7 +74,7 @@ def test_each_role_gets_the_number_of_gpus_of_its_keys():
     assert {gpus_of(on_cpu, role) for role in ("actor", "trainer", "evaluator")} == {0}
     assert gpus_of(config("model.device=cpu"), "actor") == 0
     own = config("eval.on=own", "eval.every_steps=10", "placement.actors=1")
-    assert needed_here(own) == (3, "trainer.ranks=1 x 1 + placement.actors=1 x 1 + evaluator 1 (eval.on=own) = 3")
+    assert needed_gpus(own) == (3, "trainer.ranks=1 x 1 + placement.actors=1 x 1 + evaluator 1 (eval.on=own) = 3")
 
 
 def test_asking_for_more_than_there_is_is_refused_with_the_sum(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from pipelinerl_core.run.follow import Forwarder, RunFollower
 from pipelinerl_core.run.records import commit_key
 from pipelinerl_core.telemetry import measures
 from pipelinerl_core.telemetry.metrics import METRICS, Metric, as_markdown, short_key, step_metrics
-from pipelinerl_core.telemetry.role_metrics import run_exposition
+from pipelinerl_core.telemetry.role_metrics import runs_exposition
 from pipelinerl_core.types import NO_STEP, RewardComponent, TurnSpan, WeightSpan
 from tests.synthetic_run import (
     Shape,
@@ -116,7 +116,7 @@ def test_a_metric_that_is_declared_and_computed_is_in_mlflow_prometheus_and_the_
     assert logged[name] == 0.75
     status = run_status(store)
     assert status["metrics"][name] == 0.75
-    assert f'pipelinerl_policy_temperature_nats{{run="{status["run_id"]}"}} 0.75' in run_exposition(status).decode()
+    assert f'pipelinerl_policy_temperature_nats{{run="{status["run_id"]}"}} 0.75' in runs_exposition([status]).decode()
     assert "| `policy/temperature` | `pipelinerl_policy_temperature_nats` | nats | mean over" in as_markdown()
 
 

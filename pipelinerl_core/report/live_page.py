@@ -1,0 +1,103 @@
+"""The page of a live run: a status line, and the report, which is rendered again after new commits."""
+
+import functools
+import threading
+import time
+from html import escape
+from typing import Any
+
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.report.facts import RunCache, RunFacts, collect
+from pipelinerl_core.report.html import page_of, served_styles
+from pipelinerl_core.report.live_view import status_line, status_of
+from pipelinerl_core.report.samples import Decode
+from pipelinerl_core.report.scrape_targets import role_progress, targets
+from pipelinerl_core.run.follow import RunFollower
+from pipelinerl_core.run.hub_status import HubWatch
+
+STATUS_SECONDS = 1.0
+"""Largest age of a status."""
+PAGE_SHARE = 0.1
+"""Largest share of the time spent on rendering a page."""
+SCRIPT = """
+let page = document.getElementById("live").dataset.page;
+setInterval(async () => {
+  try {
+    const status = await (await fetch("status.json")).json();
+    document.getElementById("live").textContent = status.line;
+    if (status.page === page) return;
+    const next = new DOMParser().parseFromString(await (await fetch(".")).text(), "text/html");
+    document.querySelector("main").replaceWith(next.querySelector("main"));
+    page = status.page;
+  } catch (error) {
+    document.getElementById("live").textContent = "the server of this page has stopped";
+  }
+}, 2000);
+"""
+_LIVE = """<style>@CSS@</style>
+<nav><a href="../../">all runs</a></nav>
+<p id="live" data-page="@PAGE@">@LINE@</p>
+<script>@SCRIPT@</script>
+"""
+
+
+class LivePage:
+    """The documents of one run. Thread-safe."""
+
+    def __init__(self, store: ObjectStore, decode: Decode | None) -> None:
+        """Raises MissingObject if there is no such run."""
+        self._store = store
+        self._decode = decode
+        self._follower = RunFollower(store)
+        self._hub = HubWatch(store)
+        self._run_id = self._follower.run.run_id
+        self._cache = RunCache()
+        self._lock = threading.Lock()
+        self._status: dict[str, Any] = {}
+        self._status_at = -STATUS_SECONDS
+        self._body = ""
+        self._page = ""
+        self._next_page_at = 0.0
+
+    def status(self) -> dict[str, Any]:
+        """The status, at most STATUS_SECONDS old, with `line` (text) and `page`: step and evaluations of the page."""
+        with self._lock:
+            if time.monotonic() - self._status_at >= STATUS_SECONDS:
+                self._follower.refresh()
+                hub, progress = self._hub.look(), role_progress(self._store)
+                status = status_of(self._follower, hub, progress, silent_seconds=self._hub.silent_seconds)
+                is_due = not self._body or time.monotonic() >= self._next_page_at or status["state"] != "running"
+                self._status = {
+                    **status,
+                    "line": f"{self._run_id}: {status['state']}, {status_line(status)}",
+                    "page": f"{status['step']}/{status['num_evaluations']}" if is_due else self._page,
+                }
+                self._status_at = time.monotonic()
+            return self._status
+
+    def targets(self) -> list[dict[str, Any]]:
+        """The document of /targets.json. Raises StoreError."""
+        return targets(self._store)
+
+    def facts(self) -> RunFacts:
+        """The run as it is stored now. Raises StoreError."""
+        with self._lock:
+            return collect(self._store, self._cache)
+
+    def page(self) -> str:
+        """The page; rendered again after new commits, within PAGE_SHARE of the time."""
+        status = self.status()
+        with self._lock:
+            if not self._body or self._page != status["page"]:
+                begun = time.monotonic()
+                self._body = page_of(self._store, collect(self._store, self._cache), self._decode)
+                self._page = status["page"]
+                self._next_page_at = time.monotonic() + (time.monotonic() - begun) / PAGE_SHARE
+            texts = {
+                "@CSS@": served_styles(),
+                "@SCRIPT@": SCRIPT,
+                "@PAGE@": self._page,
+                "@LINE@": escape(status["line"]),
+            }
+            live = functools.reduce(lambda html, text: html.replace(*text), texts.items(), _LIVE)
+            return self._body.replace("<body>", f"<body>{live}", 1)

@@ -1,0 +1,29 @@
+"""The commit of a git checkout."""
+
+import subprocess
+from pathlib import Path
+
+DIRTY = "-dirty"
+"""After a commit: the checkout has changes that are not committed."""
+_GIT_SECONDS = 5.0
+
+
+def git_commit(directory: Path, *, with_changes: bool = False) -> str | None:
+    """Commit of the git checkout that contains a directory, 40 hex digits; None without a checkout or git.
+
+    with_changes: append DIRTY if a file that git tracks has changes.
+    """
+    commit = _git(directory, "rev-parse", "HEAD")
+    if not commit:
+        return None
+    has_changes = with_changes and _git(directory, "status", "--porcelain", "--untracked-files=no") != ""
+    return f"{commit}{DIRTY}" if has_changes else commit
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(directory), *arguments]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()
