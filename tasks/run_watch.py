@@ -215,7 +215,7 @@ class RunWatch:
             self._live = hub.live if hub else {}
             progress = role_progress(self._run.store)
             self._view.update(hub, self._follower, progress, silent_seconds=self._hub.silent_seconds)
-            self._warn_of_equal_rewards()
+            self._check_equal_rewards()
             if not self._has_predicted:
                 write_prediction(self._run.store, self._run.config)
                 self._has_predicted = True
@@ -233,9 +233,14 @@ class RunWatch:
             logger.warning("could not read commits for MLflow, trying again: %s", error)
             return False
 
-    def _warn_of_equal_rewards(self) -> None:
-        """Once per start, if the rewards of the first steps are all equal: log a completion and its reference."""
+    def _check_equal_rewards(self) -> None:
+        """If the rewards of the first steps are all equal: once per start, log a completion and its reference; after
+        trainer.equal_reward_steps, drain."""
         reward = equal_reward(self.commits.values(), WARN_STEPS)
+        limit = self._run.config.trainer.equal_reward_steps
+        if reward is not None and 0 < limit <= self.committed_step and not wants_drain(self._run.store):
+            logger.warning("the run drains: its rewards are all equal (trainer.equal_reward_steps=%d)", limit)
+            ask_to_drain(self._run.store, by=f"trainer.equal_reward_steps={limit}")
         if reward is None or self._has_warned:
             return
         self._has_warned = True

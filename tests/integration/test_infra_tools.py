@@ -35,7 +35,11 @@ def promtool():
 
 @pytest.mark.parametrize(
     "arguments",
-    [["check", "config", "prometheus.yml"], ["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]],
+    [
+        ["check", "config", "--syntax-only", "prometheus.yml"],
+        ["check", "rules", "alerts.yml"],
+        ["test", "rules", "alerts_test.yml"],
+    ],
 )
 def test_promtool_accepts_the_files(promtool, arguments):
     done = subprocess.run(

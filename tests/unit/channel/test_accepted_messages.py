@@ -55,7 +55,7 @@ from pipelinerl_core.run.follow import Forwarder, RunFollower
 from pipelinerl_core.run.records import HUB_KEY, REPORT_JSON_KEY, WEIGHTS_TABLE_KEY, batch_key
 from pipelinerl_core.telemetry.metrics import step_metrics
 from pipelinerl_core.telemetry.mlflow import MlflowTracker
-from pipelinerl_core.telemetry.role_metrics import run_exposition
+from pipelinerl_core.telemetry.role_metrics import runs_exposition
 from pipelinerl_core.types import NO_STEP
 from pipelinerl_core.weights.files import entry_of, snapshot_of
 from tests.builders import put_epoch, put_run, sync_message
@@ -197,7 +197,7 @@ class World:
     def beat(self) -> None:
         """hub.json, and what is read from it."""
         self.store.put(HUB_KEY, self.live.record("run").model_dump_json().encode())
-        run_exposition(json.loads(json.dumps(run_status(self.store), allow_nan=False)))
+        runs_exposition([json.loads(json.dumps(run_status(self.store), allow_nan=False))])
         format_status(self.store)
 
 

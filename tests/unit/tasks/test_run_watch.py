@@ -1,5 +1,6 @@
 """When a run that stands still is ended, by a clock of its own."""
 
+import json
 import time
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -11,7 +12,7 @@ from pipelinerl.tasks import run_watch
 from pipelinerl.tasks.run_watch import FAILURE_LINES, STALL_SECONDS, RunWatch
 from pipelinerl_core.errors import DeadlineExceeded, StoreError
 from pipelinerl_core.run.context import open_run
-from pipelinerl_core.run.drain import drained_by
+from pipelinerl_core.run.drain import drained_by, wants_drain
 from pipelinerl_core.run.records import RoleRecord, role_key
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision.supervise import RoleFailed
@@ -108,6 +109,22 @@ def test_equal_rewards_of_the_first_steps_are_one_warning_with_an_example(tmp_pa
     assert len(warnings) == 1
     assert "all rewards of 3 steps are equal (0.000): nothing is learned. reward.kind=sums: 1 if" in warnings[0]
     assert ', reference "' in warnings[0]
+
+
+@pytest.mark.parametrize(("reward", "limit", "drains"), [(0.0, 3, True), (0.0, 4, False), (None, 3, False)])
+def test_a_run_whose_first_rewards_are_all_equal_drains_after_the_steps_of_its_key(
+    tmp_path, clock, reward, limit, drains
+):
+    store = open_store(str(tmp_path / "r-1"))
+    write_run(store, Shape(steps=3, reward=reward))
+    record = json.loads(store.get("run.json"))
+    record["config"]["trainer"]["equal_reward_steps"] = limit
+    store.put("run.json", json.dumps(record).encode())
+    watch = RunWatch(open_run(f"file://{tmp_path}/r-1"), MagicMock(logged=None, page=""))
+    look(watch, clock, 60.0)
+    assert wants_drain(store) == drains
+    if drains:
+        assert drained_by(store) == "trainer.equal_reward_steps=3"
 
 
 def test_nothing_that_fails_at_the_end_fails_the_run_and_each_failure_is_a_line(tmp_path, watch, monkeypatch, caplog):

@@ -116,7 +116,9 @@ def test_a_metric_that_is_declared_and_computed_is_in_mlflow_prometheus_and_the_
     assert logged[name] == 0.75
     status = run_status(store)
     assert status["metrics"][name] == 0.75
-    assert f'pipelinerl_policy_temperature_nats{{run="{status["run_id"]}"}} 0.75' in runs_exposition([status]).decode()
+    assert (
+        f'pipelinerl_policy_temperature_nats{{run="{status["run_id"]}"}} 0.75' in runs_exposition([status]).decode()
+    )
     assert "| `policy/temperature` | `pipelinerl_policy_temperature_nats` | nats | mean over" in as_markdown()
 
 
