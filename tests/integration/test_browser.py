@@ -305,7 +305,7 @@ def test_the_list_of_runs_renews_itself_and_leads_to_two_runs_side_by_side(page,
     page.click("Filter")
     page.until("two runs", "document.querySelectorAll('#runs tr').length === 3")
     page.value("document.activeElement.blur()")
-    picture("serve.png", height=330)
+    picture("serve.png", height=360)
     page.value("document.querySelectorAll('#runs input').forEach(box => box.click())")
     page.click("Compare two selected runs")
     page.sees("Two runs", "Settings that differ", "tracking.notes", "held-out, last version")
