@@ -1,12 +1,14 @@
 """The runs below a root, newest first, each with its state and its newest figures."""
 
+import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
-from pipelinerl_core.errors import MissingObject, StoreError, StoreUnavailable
+from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, StoreUnavailable
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.context import planned_steps
@@ -17,6 +19,8 @@ from pipelinerl_core.run.records import EVALS_PREFIX, RUN_KEY, EvalRecord, RunRe
 STATES = ("running", "stopped", "finished", "unreadable")
 _THREADS = 8
 """Runs that are read at once; a hub on another host is watched for up to five seconds."""
+_UNIT_SECONDS = MappingProxyType({"d": 86400, "h": 3600, "min": 60})
+_AGE = re.compile(r"(\d+(?:\.\d+)?) ?(d|h|min)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,8 @@ class ListedRun:
     reward: float | None = None
     """Mean reward of the newest step."""
     held_out_first: float | None = None
+    active_at: float = 0.0
+    """Unix time of the newest commit, else of the start; 0 if it cannot be read."""
     held_out_last: float | None = None
     """Held-out accuracy of the first and the newest evaluated version."""
     url: str = ""
@@ -60,6 +66,21 @@ class Wanted:
     tag: str = ""
     """A tag, `team:alice`, or the key of one, `team`."""
     state: str = ""
+    older_than: str = ""
+    """Time since the last activity, that is, the newest commit, else the start: 90min, 12h, 30d."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for an unknown state and a wrong age."""
+        if self.state not in ("", *STATES):
+            raise ConfigError(f"--state {self.state}: must be {', '.join(STATES)}")
+        if self.older_than and not _AGE.fullmatch(self.older_than):
+            raise ConfigError(
+                f"--older-than {self.older_than}: must be a number with min, h or d, such as 90min or 30d"
+            )
+
+    def __bool__(self) -> bool:
+        """Whether any condition is set."""
+        return bool(self.owner or self.tag or self.state or self.older_than)
 
     def accepts(self, record: RunRecord | str) -> bool:
         """Whether owner and tags match; a run that cannot be read matches if none is asked for."""
@@ -69,17 +90,34 @@ class Wanted:
         has_tag = not self.tag or any(tag == self.tag or tag.partition(":")[0] == self.tag for tag in tags)
         return has_tag and self.owner in record.owner
 
+    def matches(self, run: ListedRun) -> bool:
+        """Whether state and age match; a run whose activity cannot be read has no age."""
+        if self.older_than:
+            number, unit = _AGE.fullmatch(self.older_than).groups()  # type: ignore[union-attr]
+            if not run.active_at or time.time() - run.active_at < float(number) * _UNIT_SECONDS[unit]:
+                return False
+        return self.state in ("", run.state)
 
-def list_runs(root: ObjectStore, limit: int = 0, wanted: Wanted = Wanted()) -> list[ListedRun]:
-    """The newest `limit` runs of a root (0: all), newest first. A run whose objects are damaged is `unreadable`."""
+
+def list_runs(
+    root: ObjectStore, limit: int = 0, wanted: Wanted = Wanted(), *, with_unreadable: bool = False
+) -> list[ListedRun]:
+    """The newest `limit` runs of a root (0: all), newest first. A run whose objects are damaged is `unreadable`.
+
+    with_unreadable: also the unreadable runs of which this function cannot decide whether they are wanted.
+    """
     with ThreadPoolExecutor(_THREADS) as pool:
         stores = [root.child(name) for name in root.children() if not name.startswith(".")]
         pairs = [(store, record) for store, record in zip(stores, pool.map(_record, stores), strict=True) if record]
         pairs.sort(key=lambda pair: pair[1].created_at if isinstance(pair[1], RunRecord) else 0.0, reverse=True)
-        pairs = [pair for pair in pairs if wanted.accepts(pair[1])]
-        if not wanted.state:
-            return list(pool.map(lambda pair: _listed(*pair), pairs[:limit] if limit else pairs))
-        listed = [run for run in pool.map(lambda pair: _listed(*pair), pairs) if run.state == wanted.state]
+        pairs = [pair for pair in pairs if wanted.accepts(pair[1]) or (with_unreadable and isinstance(pair[1], str))]
+        if limit and not (wanted.state or wanted.older_than):
+            pairs = pairs[:limit]
+        listed = [
+            run
+            for run in pool.map(lambda pair: _listed(*pair), pairs)
+            if wanted.matches(run) or (with_unreadable and run.problem)
+        ]
         return listed[:limit] if limit else listed
 
 
@@ -131,6 +169,7 @@ def _read(store: ObjectStore, record: RunRecord) -> ListedRun:
         tags=tuple(record.config.get("tracking", {}).get("tags", ())),
         notes=str(record.config.get("tracking", {}).get("notes", "")),
         parent=record.parent,
+        active_at=last.committed_at if last else record.created_at,
         reward=last.metrics.get("reward/mean") if last else None,
         held_out_first=first,
         held_out_last=newest,
@@ -176,7 +215,7 @@ def _age(created_at: float, now: float | None) -> str:
     if not created_at:
         return ""
     seconds = max(0.0, (time.time() if now is None else now) - created_at)
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+    for unit, length in _UNIT_SECONDS.items():
         if seconds >= length:
             return f"{int(seconds // length)} {unit} ago"
     return "now"

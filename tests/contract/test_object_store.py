@@ -35,7 +35,7 @@ def test_a_large_object_reads_back_and_leaves_no_part(store, num_bytes, monkeypa
     data = bytes(range(251)) * (num_bytes // 251 + 1)
     store.put("weights/1/model.safetensors", memoryview(data)[:num_bytes])
     assert store.get("weights/1/model.safetensors") == data[:num_bytes]
-    assert store.unfinished() == ()
+    assert store.unfinished() == {}
 
 
 def test_a_second_put_replaces_the_whole_object(store):
