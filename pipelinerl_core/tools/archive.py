@@ -9,6 +9,7 @@ a store's own digest does not exist in a directory and is no digest of the bytes
 Objects by which a run looks live, and requests and notes that concern this place only, are not copied.
 """
 
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -45,6 +46,7 @@ _ORDER = (
 _LEFT_OUT = (
     HUB_KEY, CONTROL_KEY, GARBAGE_KEY, f"{ROLES_PREFIX}/", f"{RENDEZVOUS_PREFIX}/", "broadcasts/", f"{MARKS_PREFIX}/",
 )  # fmt: skip
+_SAME_PLACE = "--to: {url} is at this place already. Give another root"
 _PASSES = 3
 """Over a folder of which the live run removes objects during the copy."""
 _LARGE_BYTES = 32 << 20
@@ -63,8 +65,8 @@ class Archive:
         self.url = url
         self._source = open_store(url)
         self._target = open_store(to).child(run_id_of(url))
-        if self._target.url == url:
-            raise ConfigError(f"--to: {url} is under this root already. Give another root")
+        if f"{self._target.url}/".startswith(f"{url}/"):
+            raise ConfigError(_SAME_PLACE.format(url=url))
         self.removal = Removal(url) if removes else None
         self._is_live = HubWatch(self._source).find_live() is not None
         _refuse_other_run(self._source, self._target)
@@ -87,6 +89,7 @@ class Archive:
         PipelineRLError if the objects of a stopped run change meanwhile.
         """
         refuse_if_live(self._target.url)
+        self._refuse_same_place()
         there = self._target.sizes("")
         copied: dict[str, int] = {}
         for folder in _ORDER:
@@ -104,6 +107,16 @@ class Archive:
         lacking = [key for key in kept if key not in self.sizes and not key.startswith(_LEFT_OUT)]
         if lacking:
             raise PipelineRLError(f"{self.url}/{lacking[0]} is not in the copy; nothing was removed: repeat the copy")
+
+    def _refuse_same_place(self) -> None:
+        """Raise ConfigError if both URLs name the same objects, such as through a link: a removal would lose them."""
+        key = f"{MARKS_PREFIX}/check-{uuid.uuid4().hex}"
+        self._target.put(key, b"")
+        try:
+            if self._source.exists(key):
+                raise ConfigError(_SAME_PLACE.format(url=self.url))
+        finally:
+            self._target.delete([key])
 
     def _copy_folder(self, folder: str, there: Mapping[str, int], copied: dict[str, int], advance: Advance) -> None:
         """Copy the objects of a folder; again if the live run has removed some meanwhile, for their successors."""

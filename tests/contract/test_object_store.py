@@ -94,6 +94,14 @@ def test_list_takes_whole_parts_and_sorts_at_any_depth(store):
     assert store.list("nothing/here") == []
 
 
+def test_sizes_are_the_bytes_of_the_listed_objects(store):
+    for key, data in (("weights/2", b""), ("weights/1", b"12345"), ("run.json", b"{}")):
+        store.put(key, data)
+    assert [*store.sizes("").items()] == [("run.json", 2), ("weights/1", 5), ("weights/2", 0)]
+    assert store.sizes("weights") == {"weights/1": 5, "weights/2": 0}
+    assert store.sizes("nothing") == {}
+
+
 def test_delete_removes_existing_objects_and_ignores_missing_objects(store):
     store.put("x/1", b"1")
     store.put("x/2", b"2")

@@ -248,7 +248,7 @@ def test_an_interrupted_removal_leaves_a_listed_run_and_can_be_repeated(root):
 def test_an_interrupted_copy_is_no_run_and_can_be_repeated(root, tmp_path):
     objects = write_old_run(root, "run-1")
     other = open_store(str(tmp_path / "archive"))
-    for num_written in range(0, len(objects), 5):
+    for num_written in range(1, len(objects), 5):
         with pytest.MonkeyPatch.context() as patch:
             fail_after(patch, "put", num_written)
             with pytest.raises(Interrupted):
@@ -256,7 +256,7 @@ def test_an_interrupted_copy_is_no_run_and_can_be_repeated(root, tmp_path):
         assert list_runs(other) == []
         archive = Archive(root.child("run-1").url, other.url)
         assert archive_runs([archive], nothing) == {}
-        assert len(archive.written) <= len(objects) - num_written
+        assert len(archive.written) <= len(objects) - (num_written - 1)  # without the mark
         assert contents(other, "run-1") == contents(root, "run-1") == objects
         assert remove_runs([Removal(other.child("run-1").url)], nothing) == {}
 
@@ -268,7 +268,7 @@ def test_a_copy_between_a_directory_and_s3_survives_refused_requests(root, serve
     assert archive_runs([archive], nothing) == {}
     other, num_requests = open_store("s3://bucket/archive"), len(server.asked)
     assert audited(other, "run-1") == []
-    for number in range(0, num_requests, 23):
+    for number in (num_requests // 2, num_requests - 2):
         server.objects.clear()
         archive = Archive(root.child("run-1").url, other.url, removes=True)
         server.asked.clear()
@@ -312,6 +312,18 @@ def test_a_wrong_listing_makes_no_copy_and_removes_nothing(root, tmp_path, monke
     assert "have changed during the copy" in str(error)
     assert list_runs(open_store(str(tmp_path / "archive"))) == []
     monkeypatch.undo()
+    assert contents(root, "run-1") == objects
+
+
+def test_a_copy_to_the_same_place_by_another_name_removes_nothing(root, tmp_path):
+    objects = write_old_run(root, "run-1")
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    url = root.child("run-1").url
+    for to in (tmp_path / "link", tmp_path / "runs" / ".." / "runs"):
+        (error,) = archive_runs([Archive(url, f"file://{to}", removes=True)], nothing).values()
+        assert "at this place already" in str(error)
+    with pytest.raises(ConfigError, match="at this place already"):
+        Archive(url, url)
     assert contents(root, "run-1") == objects
 
 
