@@ -75,5 +75,5 @@ def archive(
     verb = f"{'would be ' * dry_run}copied to {other.url}{' and removed here' * remove}"
     if not dry_run:
         verb += f"; {sum(run['num_written'] for run in copied):,} written, all compared"
-    lines = [*run_lines(copied), f"{total_text(copied)} {verb}"]
-    finish({"to": other.url, **result(copied, errors, dry_run=dry_run)}, lines, errors, as_json=as_json)
+    document = {"to": other.url, **result(copied, errors, dry_run=dry_run)}
+    finish(document, run_lines(copied), f"{total_text(copied)} {verb}", errors, as_json=as_json)

@@ -94,7 +94,7 @@ def _collect_run(garbage: "Garbage", *, dry_run: bool, as_json: bool) -> None:
 def _collect_root(
     root: str, wanted: "Wanted", find: "Callable[[str], Garbage]", *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    from pipelinerl_core.tools.gc import Garbage, delete_shared_memory, find_shared_memory
+    from pipelinerl_core.tools.gc import delete_shared_memory, find_shared_memory
     from pipelinerl_core.tools.retention import attempt_each, select_runs
 
     urls, errors = select_runs(root, [], wanted)
@@ -107,16 +107,15 @@ def _collect_root(
     if not dry_run:
         is_anything = memory or any(run["num_objects"] for run in documents.values())
         ask(lines, f"Remove this garbage of {total_text(documents.values())}?", yes=yes or not is_anything)
-        _, failed = attempt_each(Garbage.remove, garbage.values())
+        _, failed = attempt_each(lambda url: garbage[url].remove(), garbage)
         delete_shared_memory(memory)
-        failed_urls = {each.url for each in failed}
-        errors |= {each.url: error for each, error in failed.items()}
-        documents = {url: run for url, run in documents.items() if url not in failed_urls}
+        errors |= failed
+        documents = {url: run for url, run in documents.items() if url not in failed}
         lines = [_memory_line(memory, "removed")] * bool(memory)
     verb = "would be removed" if dry_run else "removed"
     runs = [*documents.values()]
     document = {"root": root, **result(runs, errors, dry_run=dry_run), "shared_memory": [*memory]}
-    finish(document, [*lines, f"{total_text(runs)} {verb}", *_noted(runs)], errors, as_json=as_json)
+    finish(document, [*lines, *_noted(runs)], f"{total_text(runs)} {verb}", errors, as_json=as_json)
 
 
 def _memory_line(memory: Mapping[str, int], verb: str) -> str:

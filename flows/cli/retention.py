@@ -105,16 +105,17 @@ def result(
 
 
 def finish(
-    document: dict[str, Any], lines: list[str], errors: Mapping[str, PipelineRLError], *, as_json: bool
+    document: dict[str, Any], lines: list[str], total: str, errors: Mapping[str, PipelineRLError], *, as_json: bool
 ) -> None:
-    """Print the result, and name the runs that failed on stderr.
+    """Print the result with the line `total` at its end, and name the runs that failed on stderr.
 
     The exit code is that of the errors if they are of one kind, else 1.
     """
     if as_json or document["runs"] or not errors:
-        answer(document, lines, as_json=as_json)
+        answer(document, [*lines, total if document["runs"] else "no run matches"], as_json=as_json)
     for url, error in errors.items():
-        say(f"pipelinerl: {url.rpartition('/')[2]}: {_line(error)}")
+        name = url.rpartition("/")[2]
+        say(f"pipelinerl: {name}: {_line(error).removeprefix(f'{name}: ')}")
     for kind, code in (
         (ConfigError, EXIT_BAD_INPUT),
         (StoreUnavailable, EXIT_STORE),

@@ -61,5 +61,5 @@ def rm(
             errors |= failed
             documents = {url: document for url, document in documents.items() if url not in failed}
     removed = [*documents.values()]
-    lines = [*(run_lines(removed) if dry_run else []), f"{total_text(removed)} {'would be ' * dry_run}removed"]
-    finish(result(removed, errors, dry_run=dry_run), lines, errors, as_json=as_json)
+    total = f"{total_text(removed)} {'would be ' * dry_run}removed"
+    finish(result(removed, errors, dry_run=dry_run), run_lines(removed) * dry_run, total, errors, as_json=as_json)

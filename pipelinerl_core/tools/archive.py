@@ -43,8 +43,11 @@ _ORDER = (
     COMPACTED_ROLLOUTS_PREFIX, "partials", RETIRED_PREFIX, EVALS_PREFIX, "",
 )  # fmt: skip
 """Folders in the order in which they are copied; "": everything else."""
+_CHECK = "check-"
+"""Prefix of the key that tests whether two URLs name the same place."""
 _LEFT_OUT = (
     HUB_KEY, CONTROL_KEY, GARBAGE_KEY, f"{ROLES_PREFIX}/", f"{RENDEZVOUS_PREFIX}/", "broadcasts/", f"{MARKS_PREFIX}/",
+    _CHECK,
 )  # fmt: skip
 _SAME_PLACE = "--to: {url} is at this place already. Give another root"
 _PASSES = 3
@@ -110,7 +113,7 @@ class Archive:
 
     def _refuse_same_place(self) -> None:
         """Raise ConfigError if both URLs name the same objects, such as through a link: a removal would lose them."""
-        key = f"{MARKS_PREFIX}/check-{uuid.uuid4().hex}"
+        key = f"{_CHECK}{uuid.uuid4().hex}"
         self._target.put(key, b"")
         try:
             if self._source.exists(key):

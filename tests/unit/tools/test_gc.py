@@ -252,9 +252,9 @@ def test_shared_memory_of_killed_runs_is_counted_and_removed(tmp_path, monkeypat
     left = tmp_path / "shm" / "pipelinerl-r-1"
     left.mkdir(parents=True)
     (left / "weights").write_bytes(b"12345")
-    found = find_shared_memory(f"{tmp_path}/runs")
-    assert found == {str(left): 5}
-    delete_shared_memory(found)
+    directories = find_shared_memory(f"{tmp_path}/runs")
+    assert directories == {str(left): 5}
+    delete_shared_memory(directories)
     assert not left.exists()
 
 
