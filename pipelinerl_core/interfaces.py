@@ -358,11 +358,15 @@ class ObjectStore(Protocol):
     def list(self, prefix: str) -> list[str]:
         """Keys under a prefix, sorted, at any depth (never from a cache)."""
 
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Key -> bytes of the objects that `list` names, sorted."""
+
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; missing objects are ignored."""
 
-    def unfinished(self) -> tuple[str, ...]:
-        """Leftovers of unfinished writes of killed writers; no key, and in no listing. Safe on a live run."""
+    def unfinished(self) -> dict[str, int]:
+        """Name -> bytes of what killed writers left of unfinished writes; no key, and in no listing. Safe on a live
+        run."""
 
     def discard(self, names: Iterable[str]) -> None:
         """Remove results of `unfinished`."""

@@ -179,7 +179,10 @@ class _Handler(BaseHTTPRequestHandler):
         inner = {key: key.removeprefix(prefix).partition(delimiter or "\0") for key in keys}
         whole = [key for key, (_, separator, _) in inner.items() if not separator]
         folders = sorted({prefix + first + separator for first, separator, _ in inner.values() if separator})
-        contents = "".join(f"<Contents><Key>{escape(key)}</Key></Contents>" for key in whole)
+        sizes = {key: len(self.server.objects[f"{bucket}/{key}"]) for key in whole}
+        contents = "".join(
+            f"<Contents><Key>{escape(key)}</Key><Size>{size}</Size></Contents>" for key, size in sizes.items()
+        )
         prefixes = "".join(
             f"<CommonPrefixes><Prefix>{escape(folder)}</Prefix></CommonPrefixes>" for folder in folders
         )

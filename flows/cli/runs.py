@@ -4,16 +4,17 @@ from typing import Annotated
 
 import typer
 
-from pipelinerl.flows.cli.arguments import Json, Root
+from pipelinerl.flows.cli.arguments import Json, OlderThan, Owner, Root, State, Tag
 from pipelinerl.flows.cli.console import answer
 
 
 def runs(
     root: Root = "",
     limit: Annotated[int, typer.Option("--limit", "-n", help="Show the newest N runs; 0: all.", min=0)] = 20,
-    owner: Annotated[str, typer.Option(help="Only runs whose owner contains this text.")] = "",
-    tag: Annotated[str, typer.Option(help="Only runs with this tag: team:alice, or team for any value.")] = "",
-    state: Annotated[str, typer.Option(help="Only running, stopped, finished or unreadable runs.")] = "",
+    owner: Owner = "",
+    tag: Tag = "",
+    state: State = "",
+    older_than: OlderThan = "",
     sort: Annotated[
         str, typer.Option(help="Order: started, owner, state, step, reward, held_out, tokens, hours or gpu_hours.")
     ] = "started",
@@ -27,20 +28,17 @@ def runs(
     s3://bucket/runs --limit 5`, `pipelinerl runs --json`
     """
     from pipelinerl_core.errors import ConfigError
-    from pipelinerl_core.report.run_list import SORTS, STATES, Wanted, list_runs, run_table, sorted_runs
+    from pipelinerl_core.report.run_list import SORTS, Wanted, list_runs, run_table, sorted_runs
     from pipelinerl_core.run.locate import root_url
     from pipelinerl_core.storage.object_store import open_store
 
+    wanted = Wanted(owner=owner, tag=tag, state=state, older_than=older_than)
     store = open_store(root_url(root))
-    if state not in ("", *STATES):
-        raise ConfigError(f"--state {state}: must be {', '.join(STATES)}")
     if sort not in SORTS:
         raise ConfigError(f"--sort {sort}: must be {', '.join(SORTS)}")
-    wanted = Wanted(owner=owner, tag=tag, state=state)
     listed = list_runs(store, limit if sort == "started" else 0, wanted)
     listed = sorted_runs(listed, sort)[: limit or None]
     document = {"root": store.url, "runs": [run.document() for run in listed]}
-    is_filtered = bool(owner or tag or state)
-    lines = run_table(listed) if listed or not is_filtered else ["no run matches"]
+    lines = run_table(listed) if listed or not wanted else ["no run matches"]
     unreadable = [f"{run.run_id}: {run.problem}" for run in listed if run.problem]
     answer(document, [*lines, *unreadable, f"at: {store.url}"], as_json=as_json)

@@ -1,5 +1,6 @@
 """The runs below a root, newest first, each with its state and its newest figures."""
 
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from pydantic import ValidationError
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.gpu_counts import needed_gpus
-from pipelinerl_core.errors import MissingObject, StoreError, StoreUnavailable
+from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, StoreUnavailable
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.commits import Commits, read_commits
 from pipelinerl_core.run.context import planned_steps
@@ -44,6 +45,8 @@ SORTS: Mapping[str, Callable[["ListedRun"], Any]] = MappingProxyType(
 """Orders of the list; the largest value is first, of texts the smallest, and runs without a value are last."""
 _THREADS = 8
 """Runs that are read at once; a hub on another host is watched for up to five seconds."""
+_UNIT_SECONDS = MappingProxyType({"d": 86400, "h": 3600, "min": 60})
+_AGE = re.compile(r"(\d+(?:\.\d+)?) ?(d|h|min)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +79,7 @@ class ListedRun:
     gpus: int = 0
     """GPUs that the configuration uses at the same time."""
     active_at: float = 0.0
-    """Unix time of the newest commit, else of the start."""
+    """Unix time of the newest commit, else of the start; 0 if it cannot be read."""
     url: str = ""
     problem: str = ""
     """Why the run is unreadable."""
@@ -100,6 +103,21 @@ class Wanted:
     tag: str = ""
     """A tag, `team:alice`, or the key of one, `team`."""
     state: str = ""
+    older_than: str = ""
+    """Time since the last activity, that is, the newest commit, else the start: 90min, 12h, 30d."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for an unknown state and a wrong age."""
+        if self.state not in ("", *STATES):
+            raise ConfigError(f"--state {self.state}: must be {', '.join(STATES)}")
+        if self.older_than and not _AGE.fullmatch(self.older_than):
+            raise ConfigError(
+                f"--older-than {self.older_than}: must be a number with min, h or d, such as 90min or 30d"
+            )
+
+    def __bool__(self) -> bool:
+        """Whether any condition is set."""
+        return bool(self.owner or self.tag or self.state or self.older_than)
 
     def accepts(self, record: RunRecord | str) -> bool:
         """Whether owner and tags match; a run that cannot be read matches if none is asked for."""
@@ -107,25 +125,38 @@ class Wanted:
             return not (self.owner or self.tag)
         return self._fits(record.owner, record.config.get("tracking", {}).get("tags", ()))
 
-    def matches(self, run: "ListedRun") -> bool:
-        """Whether owner, tags and state match."""
-        return self._fits(run.owner, run.tags) and self.state in ("", run.state)
-
     def _fits(self, owner: str, tags: Iterable[str]) -> bool:
         has_tag = not self.tag or any(tag == self.tag or tag.partition(":")[0] == self.tag for tag in tags)
         return has_tag and self.owner in owner
 
+    def matches(self, run: ListedRun) -> bool:
+        """Whether all conditions hold; a run whose activity cannot be read has no age."""
+        if self.older_than:
+            number, unit = _AGE.fullmatch(self.older_than).groups()  # type: ignore[union-attr]
+            if not run.active_at or time.time() - run.active_at < float(number) * _UNIT_SECONDS[unit]:
+                return False
+        return self.state in ("", run.state) and self._fits(run.owner, run.tags)
 
-def list_runs(root: ObjectStore, limit: int = 0, wanted: Wanted = Wanted()) -> list[ListedRun]:
-    """The newest `limit` runs of a root (0: all), newest first. A run whose objects are damaged is `unreadable`."""
+
+def list_runs(
+    root: ObjectStore, limit: int = 0, wanted: Wanted = Wanted(), *, with_unreadable: bool = False
+) -> list[ListedRun]:
+    """The newest `limit` runs of a root (0: all), newest first. A run whose objects are damaged is `unreadable`.
+
+    with_unreadable: also the unreadable runs of which this function cannot decide whether they are wanted.
+    """
     with ThreadPoolExecutor(_THREADS) as pool:
         stores = [root.child(name) for name in root.children() if not name.startswith(".")]
         pairs = [(store, record) for store, record in zip(stores, pool.map(_record, stores), strict=True) if record]
         pairs.sort(key=lambda pair: pair[1].created_at if isinstance(pair[1], RunRecord) else 0.0, reverse=True)
-        pairs = [pair for pair in pairs if wanted.accepts(pair[1])]
-        if not wanted.state:
-            return list(pool.map(lambda pair: _listed(*pair), pairs[:limit] if limit else pairs))
-        listed = [run for run in pool.map(lambda pair: _listed(*pair), pairs) if run.state == wanted.state]
+        pairs = [pair for pair in pairs if wanted.accepts(pair[1]) or (with_unreadable and isinstance(pair[1], str))]
+        if limit and not (wanted.state or wanted.older_than):
+            pairs = pairs[:limit]
+        listed = [
+            run
+            for run in pool.map(lambda pair: _listed(*pair), pairs)
+            if wanted.matches(run) or (with_unreadable and run.problem)
+        ]
         return listed[:limit] if limit else listed
 
 
@@ -163,8 +194,15 @@ def _listed(store: ObjectStore, record: RunRecord | str) -> ListedRun:
     except StoreUnavailable:
         raise
     except StoreError as error:
-        created_at = record.created_at
-        return ListedRun(run_id=run_id, created_at=created_at, state="unreadable", url=store.url, problem=str(error))
+        return ListedRun(
+            run_id=run_id,
+            created_at=record.created_at,
+            state="unreadable",
+            owner=record.owner,
+            tags=tuple(record.config.get("tracking", {}).get("tags", ())),
+            url=store.url,
+            problem=str(error),
+        )
 
 
 def _read(store: ObjectStore, record: RunRecord) -> ListedRun:
@@ -186,13 +224,13 @@ def _read(store: ObjectStore, record: RunRecord) -> ListedRun:
         tags=tuple(record.config.get("tracking", {}).get("tags", ())),
         notes=str(record.config.get("tracking", {}).get("notes", "")),
         parent=record.parent,
+        active_at=last.committed_at if last else record.created_at,
         reward=last.metrics.get("reward/mean") if last else None,
         held_out_first=first,
         held_out_last=newest,
         tokens=last.tokens.get("generated", 0) if last else 0,
         seconds=_training_seconds(commits),
         gpus=_gpus(record),
-        active_at=last.committed_at if last else record.created_at,
         url=store.url,
     )
 
@@ -250,7 +288,7 @@ def age(created_at: float, now: float | None = None) -> str:
     if not created_at:
         return ""
     seconds = max(0.0, (time.time() if now is None else now) - created_at)
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+    for unit, length in _UNIT_SECONDS.items():
         if seconds >= length:
             return f"{int(seconds // length)} {unit} ago"
     return "now"

@@ -2,7 +2,7 @@
 
 | path | what |
 |------|------|
-| /            | the runs; `owner`, `tag`, `state` and `sort` in the query |
+| /            | the runs; `owner`, `tag`, `state`, `older_than` and `sort` in the query |
 | /runs.json   | the same as JSON |
 | /runs/RUN/   | the page of a run, by its id, or `latest` |
 | /runs/RUN/status.json | the document of `pipelinerl status RUN --json` |
@@ -36,7 +36,7 @@ from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.report import live_page, runs_page
 from pipelinerl_core.report.html import served_styles, styles
 from pipelinerl_core.report.root_pages import RootPages
-from pipelinerl_core.report.run_list import SORTS, STATES, Wanted
+from pipelinerl_core.report.run_list import SORTS, Wanted
 from pipelinerl_core.telemetry.role_metrics import CONTENT_TYPE
 
 logger = logging.getLogger(__name__)
@@ -189,13 +189,13 @@ def _json(value: object) -> tuple[str, bytes]:
 
 def _filters(query: Mapping[str, list[str]]) -> tuple[Wanted, str]:
     given = {name: values[0] for name, values in query.items()}
-    wanted = Wanted(owner=given.get("owner", ""), tag=given.get("tag", ""), state=given.get("state", ""))
     sort = given.get("sort", "started")
     if sort not in SORTS:
         _refuse(f"sort must be {', '.join(SORTS)}.")
-    if wanted.state not in ("", *STATES):
-        _refuse(f"state must be {', '.join(STATES)}.")
-    return wanted, sort
+    try:
+        return Wanted(**{name: given.get(name, "") for name in ("owner", "tag", "state", "older_than")}), sort
+    except ConfigError as error:
+        _refuse(str(error))
 
 
 def _two_runs(query: Mapping[str, list[str]]) -> list[str]:

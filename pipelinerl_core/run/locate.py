@@ -171,6 +171,13 @@ def remove_shared_memory(run: RunContext) -> None:
         shutil.rmtree(shared_memory_of(run.run_id), ignore_errors=True)
 
 
+def remove_left_shared_memory(store: ObjectStore, run_id: str) -> None:
+    """Remove the shared memory of a run on this host unless a process uses it, also one of a copy of the run."""
+    directory = shared_memory_of(run_id)
+    if directory.exists() and not _is_used(directory, store):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 def abandoned_shared_memory(root: str) -> list[Path]:
     """Directories in this host's shared memory of runs under a root that were killed: no process of the run lives."""
     base = open_store(root)
@@ -186,7 +193,17 @@ def abandoned_shared_memory(root: str) -> list[Path]:
 def _is_used(shared_memory: Path, store: ObjectStore) -> bool:
     staged_by = {path.suffix.removeprefix(".") for path in shared_memory.glob("staged/*")}
     is_live = HubWatch(store).find_live() is not None
-    return is_live or _is_trained_here(store) or any(Path("/proc", pid).exists() for pid in staged_by)
+    is_used = is_live or _is_trained_here(store) or any(Path("/proc", pid).exists() for pid in staged_by)
+    return is_used or _is_mapped(shared_memory)
+
+
+def _is_mapped(directory: Path) -> bool:
+    """Whether a process of this user maps a file of a directory: a copy of the run under another root may be live."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            if f" {directory}/" in maps.read_text(errors="replace"):
+                return True
+    return False
 
 
 def _is_trained_here(store: ObjectStore) -> bool:

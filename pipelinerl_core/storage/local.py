@@ -96,16 +96,27 @@ class FileStore:
             path.relative_to(self._root).as_posix() for path in paths if not path.name.startswith(HIDDEN_PREFIX)
         )
 
+    def sizes(self, prefix: str) -> dict[str, int]:
+        sizes = {}
+        for key in self.list(prefix):
+            with suppress(MissingObject):  # removed since the listing
+                sizes[key] = self._call("look up", key, (self._root / key).stat).st_size
+        return sizes
+
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             with suppress(MissingObject):
                 self._call("delete", key, self._path(key).unlink)
 
-    def unfinished(self) -> tuple[str, ...]:
+    def unfinished(self) -> dict[str, int]:
         """Temporary files of killed writers, relative to the root."""
         paths = self._call("list", "", lambda: list(_files(self._root)))
-        written = (path for path in paths if path.name.startswith(TEMPORARY_PREFIX) and _is_abandoned(path))
-        return tuple(path.relative_to(self._root).as_posix() for path in written)
+        sizes = {}
+        for path in paths:
+            if path.name.startswith(TEMPORARY_PREFIX) and _is_abandoned(path):
+                with suppress(FileNotFoundError):
+                    sizes[path.relative_to(self._root).as_posix()] = path.stat().st_size
+        return sizes
 
     def discard(self, names: Iterable[str]) -> None:
         """Remove results of `unfinished`."""
@@ -115,9 +126,10 @@ class FileStore:
                 path.unlink(missing_ok=True)
 
     def remove_empty(self, prefix: str) -> None:
-        """Remove a directory without files; another process may use the directory."""
-        with suppress(OSError):
-            self._path(prefix).rmdir()
+        """Remove the directories without files at and below a prefix; another process may use them."""
+        for directory, _, _ in os.walk(self._root / check_prefix(prefix), topdown=False):
+            with suppress(OSError):
+                os.rmdir(directory)
 
     def child(self, prefix: str) -> "FileStore":
         return FileStore(self._root / check_key(prefix), retry_seconds=self._retry_seconds)
@@ -230,10 +242,15 @@ class MemoryStore:
         return sorted({first for first, separator, _ in (key.partition("/") for key in self.list("")) if separator})
 
     def list(self, prefix: str) -> list[str]:
+        return [*self.sizes(prefix)]
+
+    def sizes(self, prefix: str) -> dict[str, int]:
         base = f"{self._root}/"
         top = f"{join_key(self._root, check_prefix(prefix))}/"
         with _OBJECTS_LOCK:
-            return sorted(path.removeprefix(base) for path in _OBJECTS if path.startswith(top))
+            return {
+                path.removeprefix(base): len(data) for path, data in sorted(_OBJECTS.items()) if path.startswith(top)
+            }
 
     def delete(self, keys: Iterable[str]) -> None:
         paths = [self._path(key) for key in keys]
@@ -241,8 +258,8 @@ class MemoryStore:
             for path in paths:
                 _OBJECTS.pop(path, None)
 
-    def unfinished(self) -> tuple[str, ...]:
-        return ()
+    def unfinished(self) -> dict[str, int]:
+        return {}
 
     def discard(self, names: Iterable[str]) -> None: ...
 

@@ -217,11 +217,13 @@ class S3Store:
         return sorted(filter(is_visible, (path.rpartition("/")[2] for path in paths)))
 
     def list(self, prefix: str) -> list[str]:
+        return [*self.sizes(prefix)]
+
+    def sizes(self, prefix: str) -> dict[str, int]:
         pages = self._pages(prefix, self._prefix(prefix))
         start = len(self._prefix(""))
-        return sorted(
-            filter(is_visible, (entry["Key"][start:] for page in pages for entry in page.get("Contents", ())))
-        )
+        sizes = {entry["Key"][start:]: int(entry["Size"]) for page in pages for entry in page.get("Contents", ())}
+        return {key: sizes[key] for key in sorted(filter(is_visible, sizes))}
 
     def _prefix(self, prefix: str) -> str:
         """The prefix of keys below `prefix` within the bucket."""
@@ -250,18 +252,18 @@ class S3Store:
             except MissingObject:
                 continue
 
-    def unfinished(self) -> tuple[str, ...]:
+    def unfinished(self) -> dict[str, int]:
         """Multipart uploads of killed writers, as "<key>?uploadId=<id>". Their parts take space.
 
         Ages are differences between times of the store. A store that cannot list uploads has none.
         """
         try:
-            return tuple(self._abandoned_uploads())
+            return dict(self._abandoned_uploads())
         except StoreError as error:
             logger.warning("unfinished multipart uploads cannot be listed: %s", error)
-            return ()
+            return {}
 
-    def _abandoned_uploads(self) -> Iterator[str]:
+    def _abandoned_uploads(self) -> Iterator[tuple[str, int]]:
         bucket, _, prefix = self._root.partition("/")
         marker: dict[str, str] = {}
         while True:
@@ -275,7 +277,7 @@ class S3Store:
                 newest = max([upload["Initiated"], *(part["LastModified"] for part in parts)])
                 if (_time_of(page) - newest).total_seconds() > ABANDONED_SECONDS:
                     key = f"{bucket}/{upload['Key']}".removeprefix(f"{self._root}/")
-                    yield f"{key}{_UPLOAD}{upload['UploadId']}"
+                    yield f"{key}{_UPLOAD}{upload['UploadId']}", sum(part.get("Size", 0) for part in parts)
             if not page.get("IsTruncated"):
                 return
             marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}

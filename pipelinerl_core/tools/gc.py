@@ -1,7 +1,5 @@
 """Garbage collection of a run's objects, also of a live run; the audit closes before and after.
 
-Run: python -m pipelinerl_core.tools.gc --run URL [--rollouts] [--now] [--dry-run] [--json].
-
 The first call notes what is garbage in garbage.json; a later call removes what was noted and still is garbage. So one
 wrong answer of a store cannot delete what a run needs. The last two classes do not depend on such answers.
 
@@ -24,14 +22,14 @@ because at most two steps are uncommitted and a new trainer adopts every commit 
 trainer removes its checkpoints itself.
 """
 
-import argparse
-import json
+import functools
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Iterable
-from typing import NamedTuple
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data.codec import from_segment
@@ -39,7 +37,6 @@ from pipelinerl_core.data.partials import decode_partials
 from pipelinerl_core.data.segments import parse_rollout_key
 from pipelinerl_core.errors import BrokenRecord, MissingObject, PipelineRLError, SchemaMismatch, StoreError
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.roles.runtime.process import RUN, run_main
 from pipelinerl_core.run.commits import read_all_commits
 from pipelinerl_core.run.compacted import list_commits
 from pipelinerl_core.run.context import open_run
@@ -172,6 +169,87 @@ def _step_of(key: str) -> int:
     return int(digits) if digits.isdecimal() else -1
 
 
+class Garbage:
+    """What a collection of one run removes, and the removal."""
+
+    def __init__(
+        self, store: ObjectStore, config: RunConfig, *, with_rollouts: bool, is_live: bool, now: bool
+    ) -> None:
+        """Find the garbage; nothing is removed.
+
+        now: also what no earlier call has noted. Raises StoreUnavailable if a commit is missing.
+        """
+        self.url = store.url
+        self._store = store
+        self._is_live = is_live
+        self._collector = collector = Collector(store, config, is_live=is_live)
+        self.keys = {
+            "orphans": collector.orphans(),
+            "checkpoints": collector.checkpoints(),
+            "weights": collector.weights(),
+            "partials": collector.partials(),
+        }
+        """Class -> keys that `remove` deletes."""
+        if with_rollouts:
+            self.keys["rollouts"] = collector.rollouts()
+        self.noted: list[str] = []
+        """Keys that the next call deletes if they still are garbage."""
+        if not now:
+            before = _read_noted(store)
+            self.noted = sorted(key for keys in self.keys.values() for key in keys if key not in before)
+            if not with_rollouts:  # a call without --rollouts does not look at segments
+                self.noted += sorted(key for key in before if key.startswith("rollouts/"))
+            self.keys = {name: [key for key in keys if key in before] for name, keys in self.keys.items()}
+        self.unfinished = store.unfinished()
+        """Name -> bytes of leftovers of unfinished writes."""
+
+    def remove(self) -> None:
+        """Delete `keys` and `unfinished`, and write `noted`. Raises PipelineRLError if a stopped run was started."""
+        if not self._is_live:
+            _refuse_started(self._store, self._collector)
+        self._store.put(GARBAGE_KEY, GarbageRecord(at=time.time(), keys=tuple(self.noted)).model_dump_json().encode())
+        for name, keys in self.keys.items():
+            if name == "weights":
+                remove_weights(self._store, keys)
+            else:
+                self._store.delete(keys)
+        self._store.discard(self.unfinished)
+
+    def classes(self) -> dict[str, list[str]]:
+        """Class -> names of the objects that `remove` removes."""
+        return {**self.keys, "unfinished": [*self.unfinished]}
+
+    @functools.cached_property
+    def num_bytes(self) -> dict[str, int]:
+        """Class -> bytes that `remove` frees; lists the folders of these objects."""
+        folders = {key.partition("/")[0] for keys in self.keys.values() for key in keys}
+        sizes = {key: size for folder in folders for key, size in self._store.sizes(folder).items()}
+        of_keys = {name: sum(sizes.get(key, 0) for key in keys) for name, keys in self.keys.items()}
+        return {**of_keys, "unfinished": sum(self.unfinished.values())}
+
+    def document(self) -> dict[str, Any]:
+        """The run and what `remove` removes, as JSON values."""
+        classes = self.classes()
+        return {
+            "run_id": self.url.rpartition("/")[2],
+            "url": self.url,
+            "num_objects": sum(map(len, classes.values())),
+            "num_bytes": sum(self.num_bytes.values()),
+            "bytes": self.num_bytes,
+            **classes,
+            "noted": self.noted,
+        }
+
+
+def find_garbage(url: str, *, with_rollouts: bool, now: bool) -> Garbage:
+    """The garbage of the run at a URL, which may be live."""
+    context = open_run(url)
+    is_live = HubWatch(context.store).find_live() is not None
+    garbage = Garbage(context.store, context.config, with_rollouts=with_rollouts, is_live=is_live, now=now)
+    garbage.num_bytes  # noqa: B018 - the listings belong to the search
+    return garbage
+
+
 def collect(
     store: ObjectStore,
     config: RunConfig,
@@ -186,34 +264,10 @@ def collect(
     is_live: the run is live at the beginning. Otherwise PipelineRLError if the run is started; nothing is removed.
     now: remove all garbage at once. Raises StoreUnavailable if a commit is missing.
     """
-    collector = Collector(store, config, is_live=is_live)
-    garbage = {
-        "orphans": collector.orphans(),
-        "checkpoints": collector.checkpoints(),
-        "weights": collector.weights(),
-        "partials": collector.partials(),
-    }
-    if with_rollouts:
-        garbage["rollouts"] = collector.rollouts()
-    unfinished = [*store.unfinished()]
-    noted: list[str] = []
+    garbage = Garbage(store, config, with_rollouts=with_rollouts, is_live=is_live, now=now or dry_run)
     if not dry_run:
-        if not is_live:
-            _refuse_started(store, collector)
-        if not now:
-            before = _read_noted(store)
-            noted = sorted(key for keys in garbage.values() for key in keys if key not in before)
-            if not with_rollouts:  # a call without --rollouts does not look at segments
-                noted += sorted(key for key in before if key.startswith("rollouts/"))
-            garbage = {name: [key for key in keys if key in before] for name, keys in garbage.items()}
-        store.put(GARBAGE_KEY, GarbageRecord(at=time.time(), keys=noted).model_dump_json().encode())
-        for name, keys in garbage.items():
-            if name == "weights":
-                remove_weights(store, keys)
-            else:
-                store.delete(keys)
-        store.discard(unfinished)
-    return {**garbage, "unfinished": unfinished, "noted": noted}
+        garbage.remove()
+    return {**garbage.classes(), "noted": garbage.noted}
 
 
 def _read_noted(store: ObjectStore) -> set[str]:
@@ -223,44 +277,26 @@ def _read_noted(store: ObjectStore) -> set[str]:
         return set()
 
 
-def collect_shared_memory(root: str, *, dry_run: bool) -> list[str]:
-    """Removed (`dry_run`: removable) directories in this host's shared memory, of killed runs under a root."""
-    directories = abandoned_shared_memory(root)
-    for path in () if dry_run else directories:
-        shutil.rmtree(path, ignore_errors=True)
-    return [str(path) for path in directories]
+def find_shared_memory(root: str) -> dict[str, int]:
+    """Directory -> bytes of this host's shared memory, of killed runs under a root."""
+    return {str(directory): _size_of(directory) for directory in abandoned_shared_memory(root)}
+
+
+def delete_shared_memory(directories: Iterable[str]) -> None:
+    """Remove results of `find_shared_memory`."""
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _size_of(directory: Path) -> int:
+    sizes = []
+    for path in directory.rglob("*"):
+        with suppress(OSError):
+            sizes.append(path.lstat().st_size * path.is_file())
+    return sum(sizes)
 
 
 def _refuse_started(store: ObjectStore, collector: Collector) -> None:
     refuse_second_hub(store)
     if read_epochs(store) != collector.epochs:  # a hub takes its epoch long before its first heartbeat
         raise PipelineRLError(f"{store.url}: the run was started during the collection; nothing was removed")
-
-
-def main() -> int:
-    """Command line of the garbage collection."""
-    switches = {name: {"action": "store_true"} for name in ("--rollouts", "--now", "--dry-run", "--json")}
-    return run_main((__doc__ or "").splitlines()[0], {**RUN, **switches}, _remove, logs=False)
-
-
-def _remove(options: argparse.Namespace) -> None:
-    context = open_run(options.run)
-    garbage = collect(
-        context.store, context.config, with_rollouts=options.rollouts, dry_run=options.dry_run,
-        is_live=HubWatch(context.store).find_live() is not None, now=options.now,
-    )  # fmt: skip
-    root = context.store.url.rpartition("/")[0]
-    garbage["shared_memory"] = collect_shared_memory(root, dry_run=options.dry_run)
-    verb = "would be removed" if options.dry_run else "removed"
-    if options.json:
-        print(json.dumps({"run_id": context.run_id, "dry_run": options.dry_run, **garbage}))  # noqa: T201
-    else:
-        noted = garbage.pop("noted")
-        for name, keys in garbage.items():
-            print(f"{name}: {len(keys)} objects {verb}")  # noqa: T201
-        if noted:
-            print(f"{len(noted)} objects are noted; the next `pipelinerl gc` removes them (--now: at once)")  # noqa: T201
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -35,7 +35,7 @@ def test_a_large_object_reads_back_and_leaves_no_part(store, num_bytes, monkeypa
     data = bytes(range(251)) * (num_bytes // 251 + 1)
     store.put("weights/1/model.safetensors", memoryview(data)[:num_bytes])
     assert store.get("weights/1/model.safetensors") == data[:num_bytes]
-    assert store.unfinished() == ()
+    assert store.unfinished() == {}
 
 
 def test_a_second_put_replaces_the_whole_object(store):
@@ -92,6 +92,14 @@ def test_list_takes_whole_parts_and_sorts_at_any_depth(store):
     assert store.list("rollouts/a/") == store.list("rollouts/a")
     assert store.list("") == ["rollouts/a/1/10.arrow", "rollouts/a/1/2.arrow", "rollouts/ab/0/0.arrow", "run.json"]
     assert store.list("nothing/here") == []
+
+
+def test_sizes_are_the_bytes_of_the_listed_objects(store):
+    for key, data in (("weights/2", b""), ("weights/1", b"12345"), ("run.json", b"{}")):
+        store.put(key, data)
+    assert [*store.sizes("").items()] == [("run.json", 2), ("weights/1", 5), ("weights/2", 0)]
+    assert store.sizes("weights") == {"weights/1": 5, "weights/2": 0}
+    assert store.sizes("nothing") == {}
 
 
 def test_delete_removes_existing_objects_and_ignores_missing_objects(store):

@@ -1,4 +1,4 @@
-"""Schedules and limits of a Prefect server with a worker: a cron fires, and a limit of two holds over six flow runs."""
+"""Schedules and limits on a Prefect server with a worker."""
 
 import json
 from collections.abc import Iterator

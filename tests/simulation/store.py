@@ -93,8 +93,8 @@ class SimulatedStore:
                 self.disk.removed[key] = data
         self._answer("delete")
 
-    def unfinished(self) -> tuple[str, ...]:
-        return ()
+    def unfinished(self) -> dict[str, int]:
+        return {}
 
     def discard(self, names: Iterable[str]) -> None: ...
 

@@ -38,7 +38,10 @@ class ObservedStore:
     def delete(self, keys: Iterable[str]) -> None:
         self._time("delete", lambda: self._store.delete(keys))
 
-    def unfinished(self) -> tuple[str, ...]:
+    def sizes(self, prefix: str) -> dict[str, int]:
+        return self._time("list", lambda: self._store.sizes(prefix))
+
+    def unfinished(self) -> dict[str, int]:
         return self._time("list", self._store.unfinished)
 
     def discard(self, names: Iterable[str]) -> None:

@@ -1,13 +1,17 @@
 """The list of runs below a root: order, states, figures, and runs that cannot be read."""
 
+import time
+
 import pytest
 
+from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.report.run_list import Wanted, list_runs, run_names, run_table
+from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.reading import read_record
-from pipelinerl_core.run.records import RUN_KEY, RunRecord
+from pipelinerl_core.run.records import RUN_KEY, RunRecord, commit_key
 from pipelinerl_core.storage.object_store import open_store
 from tests.counting_store import CountingStore
-from tests.synthetic_run import Shape, write_run
+from tests.synthetic_run import Shape, put_record, write_run
 
 
 @pytest.fixture
@@ -75,6 +79,28 @@ def test_runs_are_found_by_owner_tag_and_state(root):
     head, new, _ = run_table(list_runs(root))
     assert head.index("OWNER") == new.index("bob@a")
     assert new.endswith("team:x,exp42")
+
+
+def test_runs_are_found_by_the_age_of_their_last_activity(root):
+    def names(older_than, **values):
+        return [run.run_id for run in list_runs(root, wanted=Wanted(older_than=older_than), **values)]
+
+    now = time.time()
+    record = read_record(root.child("new-2"), RUN_KEY, RunRecord)
+    begun = record.model_copy(update={"run_id": "begun-3", "created_at": now - 7200})
+    put_record(root.child("begun-3"), RUN_KEY, begun)
+    store = root.child("old-1")
+    newest = read_commits(store)[6]
+    put_record(store, commit_key(6, newest.epoch), newest.model_copy(update={"committed_at": now - 2 * 86400}))
+    root.put(f"damaged-4/{RUN_KEY}", b"{")
+    assert names("") == ["begun-3", "new-2", "old-1", "damaged-4"]
+    assert names("90min") == ["begun-3", "new-2", "old-1"]
+    assert names("2.5 h") == ["new-2", "old-1"]
+    assert names("30d") == ["new-2"]
+    assert names("30d", with_unreadable=True) == ["new-2", "damaged-4"]
+    for wrong in ("30", "d", "-1d", "1w"):
+        with pytest.raises(ConfigError, match="must be a number with min, h or d"):
+            Wanted(older_than=wrong)
 
 
 def test_the_table_has_aligned_columns(root):

@@ -114,9 +114,9 @@ def test_an_upload_that_the_store_has_lost_is_no_success(server):
 def test_uploads_of_killed_writers_are_found_after_an_hour_by_the_clock_of_the_store(server):
     server.uploads = {"/bucket/run/a@1": {}, "/bucket/run/alive@2": {1: b"x"}}
     store = open_store("s3://bucket/run")
-    assert store.unfinished() == ()
+    assert store.unfinished() == {}
     server.hour = 11  # one hour after both began, half an hour after the newest part of the second
-    assert store.unfinished() == ()
+    assert store.unfinished() == {}
     server.uploads["/bucket/run/b@3"] = {}
     server.hour = 12
     assert len(store.unfinished()) == 3
@@ -126,5 +126,5 @@ def test_uploads_of_killed_writers_are_found_after_an_hour_by_the_clock_of_the_s
 
 def test_a_store_that_cannot_list_uploads_has_none(server, caplog):
     server.fault = lambda asked: 501
-    assert open_store("s3://bucket/run").unfinished() == ()
+    assert open_store("s3://bucket/run").unfinished() == {}
     assert "unfinished multipart uploads cannot be listed" in caplog.text

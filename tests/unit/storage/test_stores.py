@@ -117,9 +117,9 @@ def test_the_temporary_file_of_a_killed_writer_is_found_and_removed(tmp_path):
     assert ended.returncode == -signal.SIGKILL
     (left,) = temporary_files(tmp_path)
     store = open_store(str(tmp_path))
-    assert store.unfinished() == ()  # so new that its writer may be about to lock it
+    assert store.unfinished() == {}  # so new that its writer may be about to lock it
     age(left, 120)
-    assert store.unfinished() == (left.relative_to(tmp_path).as_posix(),)
+    assert store.unfinished() == {left.relative_to(tmp_path).as_posix(): len(b"half")}
     store.discard(store.unfinished())
     assert temporary_files(tmp_path) == []
 
@@ -148,9 +148,9 @@ def test_without_locks_the_age_of_a_temporary_file_decides(tmp_path, monkeypatch
     store.put("a", b"1")
     (left := tmp_path / ".tmp-77-1-0-b").write_bytes(b"half")
     age(left, 3600)
-    assert store.unfinished() == ()
+    assert store.unfinished() == {}
     age(left, 100_000)
-    assert store.unfinished() == (left.name,)
+    assert store.unfinished() == {left.name: len(b"half")}
 
 
 def test_no_object_can_be_discarded(tmp_path):

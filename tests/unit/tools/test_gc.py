@@ -25,7 +25,7 @@ from pipelinerl_core.run.records import (
 from pipelinerl_core.run.versions import remove_weights, weights_to_remove
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tools.audit import Audit, lines
-from pipelinerl_core.tools.gc import LIVE_MARGIN, collect, collect_shared_memory
+from pipelinerl_core.tools.gc import LIVE_MARGIN, collect, delete_shared_memory, find_shared_memory
 from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.weights.checkpoint import save_checkpoint
 from pipelinerl_core.weights.publish import WeightPublisher
@@ -251,9 +251,11 @@ def test_shared_memory_of_killed_runs_is_counted_and_removed(tmp_path, monkeypat
     write_run(open_store(f"{tmp_path}/runs/r-1"), Shape(steps=1))
     left = tmp_path / "shm" / "pipelinerl-r-1"
     left.mkdir(parents=True)
-    for dry_run in (True, False):
-        assert collect_shared_memory(f"{tmp_path}/runs", dry_run=dry_run) == [str(left)]
-        assert left.exists() == dry_run
+    (left / "weights").write_bytes(b"12345")
+    directories = find_shared_memory(f"{tmp_path}/runs")
+    assert directories == {str(left): 5}
+    delete_shared_memory(directories)
+    assert not left.exists()
 
 
 def test_segments_of_retired_lives_go_when_asked(store):

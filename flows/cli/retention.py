@@ -1,0 +1,129 @@
+"""Shared by `gc`, `rm` and `archive`: arguments, the question before a removal, progress, errors of single runs."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pipelinerl.flows.cli.arguments import complete_run
+from pipelinerl.flows.cli.console import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, answer, say
+from pipelinerl_core.errors import EXIT_STORE, ConfigError, PipelineRLError, StoreUnavailable
+
+if TYPE_CHECKING:
+    from pipelinerl_core.report.run_list import Wanted
+
+Runs = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN]...", help="Runs: ids under the root, `latest`, paths or URLs.", autocompletion=complete_run
+    ),
+]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask before the removal; required without a terminal.")]
+
+
+def require_yes(*, yes: bool, dry_run: bool) -> None:
+    """Raise ConfigError if nobody can be asked."""
+    if not (yes or dry_run or sys.stdin.isatty()):
+        raise ConfigError("nobody can be asked, because the standard input is no terminal: give --yes or --dry-run")
+
+
+def ask(lines: list[str], question: str, *, yes: bool) -> None:
+    """Show what will be removed, and ask without --yes; ends the command if the answer is not yes."""
+    for line in lines:
+        say(line)
+    if not yes:
+        typer.confirm(question, abort=True, err=True)
+
+
+def require_selection(runs: list[str], wanted: "Wanted", *, may_be_all: bool = False) -> None:
+    """Raise ConfigError for runs with conditions, and unless `may_be_all` for neither."""
+    conditions = "--owner, --tag, --state or --older-than"
+    if runs and wanted:
+        raise ConfigError(f"give either runs or {conditions}, not both")
+    if not (runs or wanted or may_be_all):
+        raise ConfigError(f"give runs, or {conditions}")
+
+
+def size_text(num_bytes: int) -> str:
+    """Example: 1.2 GB."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def objects_text(num_objects: int, num_bytes: int) -> str:
+    """Example: 12 objects, 1.2 GB."""
+    return f"{num_objects:,} object{'s' * (num_objects != 1)}, {size_text(num_bytes)}"
+
+
+def run_lines(documents: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A line for each run."""
+    return [f"{run['run_id']}: {objects_text(run['num_objects'], run['num_bytes'])}" for run in documents]
+
+
+def total_text(documents: Iterable[Mapping[str, Any]]) -> str:
+    """Example: 3 runs, 120 objects, 1.2 GB."""
+    runs = [*documents]
+    total = objects_text(*(sum(run[name] for run in runs) for name in ("num_objects", "num_bytes")))
+    return f"{len(runs)} run{'s' * (len(runs) != 1)}, {total}"
+
+
+@contextmanager
+def progress(total: int, *, is_bytes: bool = False) -> Iterator[Callable[[str, int], None]]:
+    """A bar on a terminal; yields a function that takes what is done now and the progress since the last call."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    counted = DownloadColumn() if is_bytes else MofNCompleteColumn()
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), counted, TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda text, done: bar.update(task, description=text, advance=done)
+
+
+@contextmanager
+def repeatable(command: str) -> Iterator[None]:
+    """After Ctrl-C, say that the command can be repeated."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"pipelinerl: interrupted; the same `pipelinerl {command}` does the rest")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def result(
+    documents: Iterable[Mapping[str, Any]], errors: Mapping[str, PipelineRLError], *, dry_run: bool
+) -> dict[str, Any]:
+    """The JSON document of a command over several runs."""
+    runs = [*documents]
+    sums = {name: sum(run[name] for run in runs) for name in ("num_objects", "num_bytes")}
+    return {"dry_run": dry_run, "runs": runs, **sums, "errors": {url: _line(error) for url, error in errors.items()}}
+
+
+def finish(
+    document: dict[str, Any], lines: list[str], total: str, errors: Mapping[str, PipelineRLError], *, as_json: bool
+) -> None:
+    """Print the result with the line `total` at its end, and name the runs that failed on stderr.
+
+    The exit code is that of the errors if they are of one kind, else 1.
+    """
+    if as_json or document["runs"] or not errors:
+        answer(document, [*lines, total if document["runs"] else "no run matches"], as_json=as_json)
+    for url, error in errors.items():
+        name = url.rpartition("/")[2]
+        say(f"pipelinerl: {name}: {_line(error).removeprefix(f'{name}: ')}")
+    for kind, code in (
+        (ConfigError, EXIT_BAD_INPUT),
+        (StoreUnavailable, EXIT_STORE),
+        (PipelineRLError, EXIT_FAILURE),
+    ):
+        if errors and all(isinstance(error, kind) for error in errors.values()):
+            raise typer.Exit(code)
+
+
+def _line(error: PipelineRLError) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,65 @@
+"""`pipelinerl rm`: removes whole runs."""
+
+from typing import Annotated
+
+import typer
+
+from pipelinerl.flows.cli.arguments import Json, OlderThan, Owner, Root, State, Tag
+from pipelinerl.flows.cli.retention import (
+    Runs,
+    Yes,
+    ask,
+    finish,
+    progress,
+    repeatable,
+    require_selection,
+    require_yes,
+    result,
+    run_lines,
+    total_text,
+)
+
+
+def rm(
+    runs: Runs = None,
+    owner: Owner = "",
+    tag: Tag = "",
+    state: State = "",
+    older_than: OlderThan = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed; remove nothing.")] = False,
+    yes: Yes = False,
+    root: Root = "",
+    as_json: Json = False,
+) -> None:
+    """Remove whole runs: those that are named, or all under the root that match every condition.
+
+    Lists the runs with their objects and bytes first, and asks. A live run is refused. An interrupted removal can be
+    repeated. `latest` becomes the newest run that is left. A run that started from a removed run reads only the
+    exported model in its `model.path`. The records of MLflow and Prefect stay.
+
+    Examples: `pipelinerl rm quickstart-1a2b3c4d`, `pipelinerl rm --state finished --tag debug --older-than 30d`
+    """
+    from pipelinerl_core.errors import ConfigError
+    from pipelinerl_core.report.run_list import Wanted
+    from pipelinerl_core.run.locate import root_url
+    from pipelinerl_core.tools.retention import Removal, attempt_each, remove_runs, select_runs
+
+    wanted = Wanted(owner=owner, tag=tag, state=state, older_than=older_than)
+    require_selection(runs or [], wanted)
+    if state == "running":
+        raise ConfigError("--state running: a live run is not removed. Stop it first, for example with `drain`")
+    require_yes(yes=yes, dry_run=dry_run)
+    with repeatable("rm"):
+        urls, errors = select_runs(root_url(root), runs or [], wanted)
+        removals, refused = attempt_each(Removal, urls)
+        errors |= refused
+        documents = {url: removal.document() for url, removal in removals.items()}
+        if removals and not dry_run:
+            ask(run_lines(documents.values()), f"Remove {total_text(documents.values())}?", yes=yes)
+            with progress(sum(document["num_objects"] for document in documents.values())) as advance:
+                failed = remove_runs(removals.values(), advance)
+            errors |= failed
+            documents = {url: document for url, document in documents.items() if url not in failed}
+    removed = [*documents.values()]
+    total = f"{total_text(removed)} {'would be ' * dry_run}removed"
+    finish(result(removed, errors, dry_run=dry_run), run_lines(removed) * dry_run, total, errors, as_json=as_json)
