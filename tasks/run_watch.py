@@ -22,6 +22,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from pipelinerl.tasks.alarms import RUN_STALLED, Alarms
 from pipelinerl.tasks.drain_request import BY_STATE
+from pipelinerl.tasks.notifications import REPORT_LABEL, label_flow_run
 from pipelinerl.tasks.suspension import LOOK_SECONDS, why_drain
 from pipelinerl_core.errors import DeadlineExceeded, MissingObject, StoreError
 from pipelinerl_core.models.paths import resolve_model_path
@@ -204,6 +205,7 @@ class RunWatch:
                 key=self._key("report"),
                 description=f"report of {self._run.run_id}",
             )
+            label_flow_run({REPORT_LABEL: f"{self._run.store.url}/{REPORT_HTML_KEY}"})
         self._show_link()
 
     def _read(self) -> None:

@@ -19,6 +19,7 @@ from pipelinerl.flows.cli import (
     gc,
     init,
     logs,
+    notify,
     play,
     prepare,
     replay,
@@ -58,6 +59,7 @@ COMMANDS = (
     simulate.simulate,
     doctor.doctor,
     deploy.deploy,
+    notify.notify,
 )
 """In the order of --help."""
 
