@@ -11,6 +11,7 @@ from pydantic import Field
 
 from pipelinerl.flows.parameters import described
 from pipelinerl.flows.train_flow import Overrides, Preset, Root, open_at, run_roles
+from pipelinerl.tasks.notifications import MLFLOW_LABEL, REPORT_LABEL, URL_LABEL, label_flow_run
 from pipelinerl.tasks.placement import RunRoles
 from pipelinerl.tasks.report import write_comparison, write_reports
 from pipelinerl.tasks.run_watch import RunWatch
@@ -27,7 +28,7 @@ from pipelinerl_core.comparison.plan import (
     is_complete,
     plan_comparison,
 )
-from pipelinerl_core.comparison.results import Results, RunsFailed
+from pipelinerl_core.comparison.results import HTML_KEY, Results, RunsFailed
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.arm import Arm
 from pipelinerl_core.errors import ConfigError, PipelineRLError
@@ -94,10 +95,12 @@ def compare_runs(plan: Plan, root: str, *, checked: str = "") -> dict[str, Any]:
     labels = {"preset": plan.wanted.source, "comparison": plan.name}
     tracker, parent = open_comparison(plan.runs[0].config, root_url(root), plan.key, labels, str(flow_run.id))
     run_labels = {**labels, PARENT_TAG: parent} if parent else labels
+    label_flow_run({URL_LABEL: results.store.url, MLFLOW_LABEL: tracker.page})
     with closing(tracker):
         dropped = run_all(plan, results, root, run_labels, checked)
         document: dict[str, Any] = write_comparison(results, dropped)
         log_comparison(tracker, results.store, document)
+    label_flow_run({REPORT_LABEL: f"{results.store.url}/{HTML_KEY}"})
     if results.failed:
         reasons = "; ".join(f"{run}: {reason}" for run, reason in results.failed.items())
         raise RunsFailed(f"{reasons}. The comparison of the other runs is in {results.store.url}")

@@ -17,6 +17,7 @@ from pydantic import Field
 
 from pipelinerl.flows.parameters import Settings, described, override_pattern, preset_pattern
 from pipelinerl.tasks.drain_request import clear_earlier_drain_request
+from pipelinerl.tasks.notifications import MLFLOW_LABEL, PAGE_LABEL, URL_LABEL, label_flow_run
 from pipelinerl.tasks.outage import SERVER_SECONDS, await_store, crashed_by_outage, schedule_again, server_answers
 from pipelinerl.tasks.placement import (
     EVALUATOR,
@@ -44,6 +45,7 @@ from pipelinerl_core.run.locate import (
     create_run,
     find_run,
     new_run_id,
+    page_url,
     refuse_if_live,
     remember_latest,
     remove_shared_memory,
@@ -243,6 +245,7 @@ def open_at(
     if run is None:
         run = create_run(url, config, flow_run_id=flow_run_id, mlflow=mlflow)
     name_flow_run(run.run_id, parameters or {}, run.config.tracking.tags, is_new=is_new)
+    label_flow_run({URL_LABEL: url, PAGE_LABEL: page_url(run.run_id), MLFLOW_LABEL: tracker.page})
     warn_of_changed_code(run)
     clear_earlier_drain_request(run.store, flow_run_id)
     remember_latest(url)

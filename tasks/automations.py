@@ -1,11 +1,10 @@
-"""The automations on a Prefect server that restart runs and send notifications; `pipelinerl deploy` applies them.
+"""The automations on a Prefect server that restart runs; `pipelinerl deploy` applies them.
 
 | name | when | then |
 |------|------|------|
 | pipelinerl-unresponsive | a PipelineRL flow run has sent no heartbeat for 90 s | the flow run becomes Crashed |
 | pipelinerl-resume | a train flow run becomes Crashed after it was Running | the flow run is scheduled again |
 | pipelinerl-give-up | a flow run was scheduled again too often without becoming Running | it becomes Failed |
-| pipelinerl-alarm | a run reports a collapsed reward or no progress | a notification is sent |
 
 A resumed flow run continues the same training run: a second copy is refused while the first copy is live, and fenced
 if both start at the same time. A flow run that becomes Running counts its starts without a new commit
@@ -20,11 +19,10 @@ from uuid import UUID
 from prefect import get_client
 from prefect.automations import Automation
 from prefect.client.schemas.objects import StateType
-from prefect.events.actions import ChangeFlowRunState, DoNothing, SendNotification
+from prefect.events.actions import ChangeFlowRunState, DoNothing
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
-from pipelinerl.tasks.alarms import ACTOR_MISMATCH, PART_FAILED, REWARD_COLLAPSED, RUN_STALLED
 from pipelinerl_core.config.sections import PlacementConfig
 from pipelinerl_core.restart_budget import spent_text
 
@@ -54,19 +52,18 @@ _HAVE_RUN = ResourceSpecification(
 _RESUMED = ResourceSpecification(
     {"prefect.resource.id": ["prefect.flow-run.*"], "prefect.state-message": [RESUME_MESSAGE]}
 )
-_OURS = ResourceSpecification({"prefect.resource.id": [f"prefect.tag.{TAG}"], "prefect.resource.role": ["tag"]})
+OURS = ResourceSpecification({"prefect.resource.id": [f"prefect.tag.{TAG}"], "prefect.resource.role": ["tag"]})
 _TRAIN = ResourceSpecification({"prefect.resource.name": ["train"], "prefect.resource.role": ["flow"]})
 
 Change = Literal["created", "updated", "unchanged"]
 
 
-def wanted_automations(notify_block: UUID | None, max_resumes: int = DEFAULT_MAX_RESUMES) -> list[Automation]:
-    """The four automations.
+def restart_automations(max_resumes: int = DEFAULT_MAX_RESUMES) -> list[Automation]:
+    """The three automations that restart runs.
 
-    notify_block: document id of a notification block such as a SlackWebhook. max_resumes: how often a flow run is
-    scheduled again without becoming Running, at least LEAST_RESUMES.
+    max_resumes: how often a flow run is scheduled again without becoming Running, at least LEAST_RESUMES.
     """
-    return [_unresponsive(), _resume(), _give_up(max_resumes), _alarm(notify_block)]
+    return [_unresponsive(), _resume(), _give_up(max_resumes)]
 
 
 def _unresponsive() -> Automation:
@@ -77,7 +74,7 @@ def _unresponsive() -> Automation:
             after={"prefect.flow-run.heartbeat"},
             expect={"prefect.flow-run.*"},
             match=_FLOW_RUNS,
-            match_related=[_OURS],
+            match_related=[OURS],
             for_each={"prefect.resource.id"},
             posture=Posture.Proactive,
             threshold=1,
@@ -96,7 +93,7 @@ def _resume() -> Automation:
             expect={"prefect.flow-run.Crashed"},
             # Runner and worker both report a crash, the second perhaps after the resume: each report triggers.
             match=_HAVE_RUN,
-            match_related=[_OURS, _TRAIN],
+            match_related=[OURS, _TRAIN],
             for_each={"prefect.resource.id"},
             posture=Posture.Reactive,
             threshold=1,
@@ -121,7 +118,7 @@ def _give_up(max_resumes: int) -> Automation:
             after=scheduled_again,
             expect=scheduled_again,
             match=_RESUMED,
-            match_related=[_OURS, _TRAIN],
+            match_related=[OURS, _TRAIN],
             # The run count grows whenever the flow run becomes Running: the resumes are counted anew then.
             for_each={"prefect.resource.id", "prefect.run-count"},
             posture=Posture.Reactive,
@@ -141,28 +138,6 @@ def _give_up(max_resumes: int) -> Automation:
     )
 
 
-def _alarm(notify_block: UUID | None) -> Automation:
-    body = "{{ event.payload.message }}\nRun: {{ event.resource.id }}"
-    return Automation(
-        name="pipelinerl-alarm",
-        description="Sends a notification if the reward of a run has collapsed, a run makes no progress, no group of "
-        "a part of a mixture is trained, or the tokens of an actor are not of the versions that they name.",
-        trigger=EventTrigger(
-            expect={ACTOR_MISMATCH, PART_FAILED, REWARD_COLLAPSED, RUN_STALLED},
-            match=ResourceSpecification({"prefect.resource.id": ["pipelinerl.run.*"]}),
-            for_each={"prefect.resource.id"},
-            posture=Posture.Reactive,
-            threshold=1,
-            within=timedelta(0),
-        ),
-        actions=[
-            SendNotification(block_document_id=notify_block, subject="PipelineRL: {{ event.event }}", body=body)
-            if notify_block is not None
-            else DoNothing()
-        ],
-    )
-
-
 def was_resumed(flow_run_id: UUID) -> bool:
     """Whether pipelinerl-resume, or the flow run itself after an outage, scheduled this start; if not, a user did."""
     with get_client(sync_client=True) as client:
@@ -172,11 +147,10 @@ def was_resumed(flow_run_id: UUID) -> bool:
     return newest is not None and (newest.message or "").startswith((RESUME_MESSAGE, OUTAGE_MESSAGE))
 
 
-def apply_automation(wanted: Automation, *, reset: bool = False) -> Change:
+def apply_automation(wanted: Automation, *, reset: bool = False, keeps_actions: bool = False) -> Change:
     """Create or update the server's automation of this name.
 
-    Unless `reset`, actions of further types that an operator has added stay; if the wanted action is to do nothing,
-    all actions stay.
+    Unless `reset`, actions of further types that an operator has added stay. keeps_actions: all actions stay.
     """
     try:
         existing = cast(Automation, Automation.read(name=wanted.name))
@@ -184,7 +158,8 @@ def apply_automation(wanted: Automation, *, reset: bool = False) -> Change:
         wanted.create()
         return "created"
     if not reset:
-        wanted = wanted.model_copy(update={"actions": _merged(wanted.actions, existing.actions)})
+        actions = existing.actions if keeps_actions else _merged(wanted.actions, existing.actions)
+        wanted = wanted.model_copy(update={"actions": actions})
     if _content(existing) == _content(wanted):
         return "unchanged"
     fields = ("description", "trigger", "actions")
@@ -193,8 +168,6 @@ def apply_automation(wanted: Automation, *, reset: bool = False) -> Change:
 
 
 def _merged(wanted: list[Any], existing: list[Any]) -> list[Any]:
-    if any(isinstance(action, DoNothing) for action in wanted):
-        return existing
     kinds = {DoNothing, *map(type, wanted)}
     return [*wanted, *(action for action in existing if type(action) not in kinds)]
 

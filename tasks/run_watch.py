@@ -22,6 +22,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from pipelinerl.tasks.alarms import RUN_STALLED, Alarms
 from pipelinerl.tasks.drain_request import BY_STATE
+from pipelinerl.tasks.notifications import REPORT_LABEL, label_flow_run
 from pipelinerl.tasks.suspension import LOOK_SECONDS, why_drain
 from pipelinerl_core.errors import DeadlineExceeded, MissingObject, StoreError
 from pipelinerl_core.models.paths import resolve_model_path
@@ -43,7 +44,7 @@ from pipelinerl_core.run.context import RunContext, log_directory
 from pipelinerl_core.run.drain import ask_to_drain, wants_drain
 from pipelinerl_core.run.follow import Forwarder, RunFollower
 from pipelinerl_core.run.hub_status import HubWatch
-from pipelinerl_core.run.locate import plain_name
+from pipelinerl_core.run.locate import page_url, plain_name
 from pipelinerl_core.run.mlflow_run import RunTracker
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import REPORT_HTML_KEY, REPORT_JSON_KEY, Commit, RoleRecord, role_key
@@ -95,7 +96,7 @@ class RunWatch:
         self._has_warned = False
         self._table_at = -TABLE_SECONDS
         self._table_rows = 0
-        self._is_linked = False
+        self._linked: set[str] = set()
         self.is_held = False
         """A user has suspended or deleted the flow run; the run drains."""
         self._next_question = 0.0
@@ -152,7 +153,7 @@ class RunWatch:
         if time.monotonic() - self._progress_at >= PROGRESS_SECONDS:
             self._progress_at = time.monotonic()
             _quietly("progress artifact", self._show_progress)
-            _quietly("link to the metrics", self._show_link)
+            _quietly("links to live report and metrics", self._show_links)
             _quietly("alarm", lambda: self._alarms.check(self.commits))
             stored = self._follower.run.config
             _quietly("alarm", lambda: self._alarms.check_parts(stored, self._follower.last))
@@ -204,7 +205,8 @@ class RunWatch:
                 key=self._key("report"),
                 description=f"report of {self._run.run_id}",
             )
-        self._show_link()
+            label_flow_run({REPORT_LABEL: f"{self._run.store.url}/{REPORT_HTML_KEY}"})
+        self._show_links()
 
     def _read(self) -> None:
         """Log new commits and evaluations, and update the view with them and the hub's live totals."""
@@ -292,16 +294,15 @@ class RunWatch:
             "\n\n".join(lines), key=self._key("failure"), description=f"failure of {self._run.run_id}"
         )
 
-    def _show_link(self) -> None:
-        """Make a link artifact, once per start."""
-        if self._tracker.page and not self._is_linked:
-            create_link_artifact(
-                self._tracker.page,
-                link_text="page of the metrics",
-                key=self._key("mlflow"),
-                description=f"metrics of {self._run.run_id}",
-            )
-            self._is_linked = True
+    def _show_links(self) -> None:
+        """Make the link artifacts, each once per start."""
+        links = {"page": page_url(self._run.run_id), "mlflow": self._tracker.page}
+        texts = {"page": "live report", "mlflow": "page of the metrics"}
+        for name, link in links.items():
+            if link and name not in self._linked:
+                description = f"{texts[name]} of {self._run.run_id}"
+                create_link_artifact(link, link_text=texts[name], key=self._key(name), description=description)
+                self._linked.add(name)
 
     def _table_artifact(self, name: str, rows: list[dict[str, Any]], description: str) -> None:
         create_table_artifact(rows, key=self._key(name), description=f"{description}: {self._run.run_id}")

@@ -20,6 +20,7 @@ from pipelinerl.flows.cli import (
     gc,
     init,
     logs,
+    notify,
     play,
     prepare,
     replay,
@@ -64,6 +65,7 @@ COMMANDS = (
     simulate.simulate,
     doctor.doctor,
     deploy.deploy,
+    notify.notify,
 )
 """In the order of --help."""
 

@@ -13,8 +13,15 @@ from pipelinerl.flows.cli.console import answer
 def deploy(
     pools: Annotated[str, typer.Option(help="Type of the work pools: process, docker or kubernetes.")] = "process",
     notify: Annotated[
-        str, typer.Option(metavar="TYPE/NAME", help="Notification block for alarms, for example slack-webhook/team.")
-    ] = "",
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            envvar="PIPELINERL_NOTIFY",
+            help="Webhook for messages about ends of runs and alarms: of Slack, Discord or Teams, or any http(s) URL "
+            "for a POST of JSON; or TYPE/NAME of a notification block in Prefect. Can be repeated. In the variable "
+            "PIPELINERL_NOTIFY the URL is not in the list of processes.",
+        ),
+    ] = None,
     max_resumes: Annotated[
         int | None, typer.Option(help="How often a crashed run is scheduled again without becoming Running.")
     ] = None,
@@ -35,6 +42,7 @@ def deploy(
 
     Schedules, pauses, tags and limits of deployments that are on the server already stay as they are there, and
     actions that operators have added to automations stay, too. A field that differs from prefect.yaml is listed.
+    Without --notify, messages go where they went before; `pipelinerl notify --test` sends a message.
 
     Example: `pipelinerl deploy`, then `prefect worker start --pool control`, then "Run" in the Prefect UI. To change
     images, schedules or resources: `pipelinerl deploy --show > prefect.yaml`, edit the file, then
@@ -48,5 +56,5 @@ def deploy(
         answer(text, [text.rstrip()], as_json=as_json)
         return
     most = DEFAULT_MAX_RESUMES if max_resumes is None else max_resumes
-    deployed = deployment.deploy(pools, notify, file or deployment.SHIPPED, most, reset=reset)
+    deployed = deployment.deploy(pools, notify or (), file or deployment.SHIPPED, most, reset=reset)
     answer(dataclasses.asdict(deployed), deployed.lines, as_json=as_json)

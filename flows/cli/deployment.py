@@ -4,15 +4,13 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import yaml  # type: ignore[import-untyped]
-from prefect.blocks.core import Block
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
@@ -21,8 +19,10 @@ from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.settings import get_current_settings
 
 from pipelinerl.flows.cli.console import say
+from pipelinerl.flows.cli.notification import notification_blocks, read_notified, save_block
 from pipelinerl.flows.source import installed
-from pipelinerl.tasks.automations import DEFAULT_MAX_RESUMES, LEAST_RESUMES, apply_automation, wanted_automations
+from pipelinerl.tasks.automations import DEFAULT_MAX_RESUMES, LEAST_RESUMES, apply_automation, restart_automations
+from pipelinerl.tasks.notifications import notifying_automations
 from pipelinerl.tasks.operator_changes import keep
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.supervision.checks import check_http
@@ -46,6 +46,8 @@ class Deployed:
     automations: dict[str, str] = field(default_factory=dict)
     kept: dict[str, list[str]] = field(default_factory=dict)
     """Deployment -> fields that stay as they are on the server and differ from prefect.yaml."""
+    notified: list[str] = field(default_factory=list)
+    """Notification blocks, "<type>/<name>"; the URLs of webhooks are secrets."""
 
     @property
     def lines(self) -> list[str]:
@@ -60,9 +62,11 @@ class Deployed:
             for noun, changes in rows
             for name, change in changes.items()
         ]
+        told = [f"messages go to {slug}" for slug in self.notified]
         workers = [f"  prefect worker start --pool {name}" for name in self.pools]
         return [
             *results,
+            *(told or ["messages go to nobody; set --notify URL"]),
             "next, on the machines that run the roles:",
             *workers,
             "  prefect deployment run train/quickstart",
@@ -71,7 +75,7 @@ class Deployed:
 
 def deploy(
     kind: str,
-    notify: str,
+    notify: Sequence[str],
     file: Path = SHIPPED,
     max_resumes: int = DEFAULT_MAX_RESUMES,
     *,
@@ -79,10 +83,10 @@ def deploy(
 ) -> Deployed:
     """Create or update on the server everything that `file` describes, but leave to operators what is theirs.
 
-    notify: "<block type>/<name>" of the notification block for alarms; empty: the actions of the alarm stay.
+    notify: URLs of webhooks, or "<block type>/<name>" of notification blocks; empty: who is notified stays.
     max_resumes: how often a crashed train run is scheduled again without becoming Running. reset: also overwrite
     schedules, pauses, tags and limits of deployments, and actions of automations. Raises ConfigError without a
-    server, or for a missing or invalid file.
+    server, for a missing or invalid file, or for a wrong entry of `notify`.
     """
     if max_resumes < LEAST_RESUMES:
         raise ConfigError(f"--max-resumes {max_resumes}: set at least {LEAST_RESUMES}")
@@ -91,15 +95,21 @@ def deploy(
     if not url:
         raise ConfigError("deploy needs a Prefect server. Set PREFECT_API_URL, for example http://127.0.0.1:4200/api")
     check_http("PREFECT_API_URL", str(url))
-    block = _notification_block(notify)
+    blocks = notification_blocks(notify)
     deployed = Deployed(api_url=str(url))
     with get_client(sync_client=True) as client:
         for name in document["definitions"]["pools"][kind]:
             deployed.pools[name] = _make_pool(client, name, kind, file)
         say(f"deploying {len(document['deployments'])} deployments")
         _make_deployments(client, document, deployed, reset=reset)
-    for wanted in wanted_automations(block, max_resumes):
+    for wanted in restart_automations(max_resumes):
         deployed.automations[wanted.name] = apply_automation(wanted, reset=reset)
+    told = [save_block(block) for block in blocks]
+    if not told and not reset:
+        told = sorted(set().union(*(notified.blocks for notified in read_notified())))
+    for wanted in notifying_automations(told):
+        deployed.automations[wanted.name] = apply_automation(wanted, reset=reset, keeps_actions=not blocks)
+    deployed.notified = sorted({slug for notified in read_notified() for slug in notified.blocks.values()})
     return deployed
 
 
@@ -214,16 +224,3 @@ def _deploy_all(document: dict[str, Any]) -> None:
             raise PipelineRLError(f"`prefect deploy` did not end within {_DEPLOY_SECONDS:.0f} s") from None
     if ended.returncode != 0:
         raise PipelineRLError(f"`prefect deploy` failed:\n{(ended.stderr or ended.stdout)[-2000:].strip()}")
-
-
-def _notification_block(slug: str) -> UUID | None:
-    if not slug:
-        return None
-    try:
-        block: Any = Block.load(slug)
-    except ValueError as error:
-        raise ConfigError(
-            f"--notify {slug}: no such block ({str(error).splitlines()[0]}). Create the block in the Prefect UI"
-        ) from None
-    block_id: UUID | None = block._block_document_id
-    return block_id

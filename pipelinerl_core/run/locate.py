@@ -25,6 +25,8 @@ from pipelinerl_core.run.user_code import code_commits, installed_packages, stor
 from pipelinerl_core.storage.object_store import open_store
 
 ROOT_VARIABLE = "PIPELINERL_ROOT"
+SERVE_URL_VARIABLE = "PIPELINERL_SERVE_URL"
+"""Where browsers reach `pipelinerl serve` for the root of this host's runs."""
 DEFAULT_ROOT = "./runs"
 LATEST_KEY = "latest.json"
 """Object under the root that names the run that was started or resumed last."""
@@ -89,6 +91,12 @@ def _plain_id(run: str) -> str:
 def run_url(root: str, run_id: str) -> str:
     """URL of the run with this id under a root."""
     return open_store(root_url(root)).child(run_id).url
+
+
+def page_url(run_id: str) -> str:
+    """Where `pipelinerl serve` shows a run; empty if its address is not known."""
+    served = os.environ.get(SERVE_URL_VARIABLE, "").rstrip("/")
+    return f"{served}/runs/{run_id}/" if served else ""
 
 
 def find_run(url: str) -> RunContext | None:

@@ -130,10 +130,10 @@ class Prefect:
         """DELETE."""
         urlopen(Request(f"{self.url}{path}", headers=csrf_headers(self.url), method="DELETE"), timeout=60).close()
 
-    def start(self) -> None:
-        """Wait for the server, deploy twice, start the workers."""
+    def start(self, *arguments: str) -> None:
+        """Wait for the server, deploy twice with these arguments, start the workers."""
         await_(self.is_healthy, f"the Prefect server, {self.home / 'log'}", 120)
-        first, again = (self.deploy("--max-resumes", str(MAX_RESUMES)) for _ in range(2))
+        first, again = (self.deploy("--max-resumes", str(MAX_RESUMES), *arguments) for _ in range(2))
         assert set(first["pools"].values()) == set(first["automations"].values()) == {"created"}
         changes = [*again["pools"].values(), *again["deployments"].values(), *again["automations"].values()]
         assert (set(changes), again["kept"]) == ({"unchanged"}, {})

@@ -79,10 +79,11 @@ def world(tmp_path_factory: pytest.TempPathFactory, prepared_model: Path, page: 
         wait_for(
             lambda: prefect.is_healthy() and answers(f"{mlflow}/health"), f"both servers, {home}/*log", START_SECONDS
         )
+        live = f"http://127.0.0.1:{free_port()}"
+        prefect.environment["PIPELINERL_SERVE_URL"] = live
         train = start(prefect, "train", "quickstart", "--json", *SETTINGS, f"tracking.mlflow_uri={mlflow}")
         prefect.deploy()
         wait_for(lambda: committed(home / "runs") >= STEPS // 2, "half of the steps", RUN_SECONDS, process=train)
-        live = f"http://127.0.0.1:{free_port()}"
         start(prefect, "serve", "--port", live.rpartition(":")[2])
         wait_for(lambda: answers(f"{live}/"), f"the live view, {home / 'log'}", START_SECONDS)
         if UPDATES:
@@ -181,7 +182,11 @@ def test_the_page_of_a_flow_run_shows_its_roles_logs_and_artifacts(world, page, 
     page.click("Task Runs")
     page.sees("hub", "trainer", "actor-0", "report")
     page.click("Artifacts")
-    page.sees("quickstart-progress", "quickstart-versions", "quickstart-report", "quickstart-mlflow")
+    page.sees(
+        "quickstart-progress", "quickstart-versions", "quickstart-report", "quickstart-mlflow", "quickstart-page"
+    )
+    links = {artifact["key"]: artifact["data"] for artifact in world.prefect.ask("/artifacts/filter", {})}
+    assert f"({world.live}/runs/{run_id}/)" in links["quickstart-page"]
 
 
 def mlflow_page(world: World) -> str:

@@ -1,4 +1,4 @@
-"""Prometheus' own tool reads our configuration, and tests our alerts; Prometheus finds the roles of a run."""
+"""Prometheus' and Alertmanager's tools read our files, and test our alerts; Prometheus finds the roles of a run."""
 
 import json
 import subprocess
@@ -31,6 +31,13 @@ PROMETHEUS = Path(__file__).parents[2] / "infra" / "prometheus"
 @pytest.fixture(scope="module")
 def promtool():
     return debian_program("promtool", package="prometheus")
+
+
+def test_amtool_accepts_the_file():
+    amtool = debian_program("amtool", "--no-install-recommends", package="prometheus-alertmanager")
+    command = [amtool, "check-config", "alertmanager.yml"]
+    done = subprocess.run(command, cwd=PROMETHEUS, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

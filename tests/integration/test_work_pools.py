@@ -22,12 +22,16 @@ from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.events.actions import CallWebhook
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from pipelinerl.flows.cli import notification
+from pipelinerl.tasks.notifications import TEST_EVENT
 from pipelinerl.tasks.suspension import HELD_EVENT
+from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.ledger import ActorKey
 from pipelinerl_core.run.history import counted_commit_keys, read_commit
 from pipelinerl_core.storage.object_store import open_store
 from tests.integration.pipeline import ROOT, assert_closes, committed_steps
 from tests.integration.prefect_server import MAX_RESUMES, Prefect, await_, postgres
+from tests.integration.webhook import SECRET, Webhook, webhook
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -40,12 +44,18 @@ STABLE_SECONDS = 5.0
 
 
 @pytest.fixture(scope="module")
-def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
+def hook() -> Iterator[Webhook]:
+    with webhook() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def prefect(tmp_path_factory: pytest.TempPathFactory, hook: Webhook) -> Iterator[Prefect]:
     home = tmp_path_factory.mktemp("prefect")
     with postgres() as database:
         server = Prefect(home, database)
         try:
-            server.start()
+            server.start("--notify", hook.url)
             yield server
         finally:
             server.stop()
@@ -109,7 +119,7 @@ class Job:
 
 
 @pytest.mark.campaign
-def test_everything_that_happens_to_a_run_on_work_pools(prefect, tmp_path, prepared_model):
+def test_everything_that_happens_to_a_run_on_work_pools(prefect, hook, tmp_path, prepared_model):
     root = tmp_path / "runs"
     settings = {"steps": 100_000, "actors": 2, "placement": "work_pools", "groups_per_step": 8, "concurrency": 32}
     overrides = ["eval.num_prompts=50", "trainer.ranks=2", "placement.trainer_nodes=2"]
@@ -157,6 +167,8 @@ def test_everything_that_happens_to_a_run_on_work_pools(prefect, tmp_path, prepa
         job.await_state(job.newest(name)["id"], "COMPLETED", "CANCELLED")
     assert job.role_processes() == []
     assert_closes(job.url)
+    await_(lambda: hook.about(run_id)[-1:] == [" is Drained"], "the message of the end", 60)
+    assert hook.about(run_id) == [" is Cancelled", " is Drained"], "none of the crash that was resumed"
 
 
 def actors_come_and_go(job: Job) -> None:
@@ -209,7 +221,7 @@ def check_no_torch(prefect: Prefect) -> int:
     return len(processes)
 
 
-def test_the_commands_of_the_tutorial_start_a_run_and_a_schedule(prefect, tmp_path, prepared_model):
+def test_the_commands_of_the_tutorial_start_a_run_and_a_schedule(prefect, hook, tmp_path, prepared_model):
     page = (ROOT / "docs" / "tutorials" / "prefect.md").read_text()
     run, schedule = (shlex.split(line)[1:] for line in page.splitlines() if line.startswith("prefect deployment"))
     prefect.command(*schedule)
@@ -235,10 +247,32 @@ def test_the_commands_of_the_tutorial_start_a_run_and_a_schedule(prefect, tmp_pa
     (url,) = tmp_path.glob("quickstart-*")
     assert prefect.run(started)["name"] == url.name
     assert committed_steps(str(url)) == 3
+    await_(lambda: hook.about(url.name), "the message of the end", 60)
+    assert hook.about(url.name) == [" is Completed"]
+    assert hook.body_about(url.name).split("\n")[1:] == [
+        f"Flow run: {prefect.url.removesuffix('/api')}/runs/flow-run/{started}",
+        f"Run: {url.as_uri()}",
+        f"Report: {url.as_uri()}/report.html",
+    ]
+
+
+def test_a_test_message_is_sent_by_the_server_and_a_webhook_that_fails_is_told(prefect, hook, monkeypatch):
+    with temporary_settings({PREFECT_API_URL: prefect.url}):
+        notified = notification.read_deployed()
+        assert {slug for each in notified for slug in each.blocks.values()} == {"custom-webhook/pipelinerl-notify"}
+        assert notification.send_test(notified) == ["custom-webhook/pipelinerl-notify"]
+        assert hook.about("PipelineRL: test") == [f": {TEST_EVENT}"]
+        hook.status = 404
+        monkeypatch.setattr(notification, "TEST_SECONDS", 3.0)
+        with pytest.raises(PipelineRLError, match="the webhook answers HTTP 404 Not Found"):
+            notification.send_test(notified)
+        hook.status = 200
+    documents = prefect.ask("/block_documents/filter", {"include_secrets": False})
+    assert SECRET not in json.dumps(documents)
 
 
 def test_a_suspended_run_drains_and_stays_so_until_it_is_resumed_and_a_deleted_flow_run_ends(
-    prefect, tmp_path, prepared_model
+    prefect, hook, tmp_path, prepared_model
 ):
     settings = {"steps": 100_000, "groups_per_step": 8, "concurrency": 32}
     known = {run["id"] for run in prefect.runs()}
@@ -274,9 +308,10 @@ def test_a_suspended_run_drains_and_stays_so_until_it_is_resumed_and_a_deleted_f
     prefect.delete(f"/flow_runs/{run}")
     await_(lambda: not any(process.is_running() for process in processes), "the end", SUSPEND_SECONDS)
     assert_closes(url)
+    assert hook.about(Path(url).name) == [], "Suspend and Resume are no ends"
 
 
-def test_a_flow_run_that_never_comes_to_run_again_is_given_up_by_name(prefect):
+def test_a_flow_run_that_never_comes_to_run_again_is_given_up_by_name(prefect, hook):
     """It was Running, its host is gone, and where it is started now its process ends at once."""
     (deployment,) = prefect.ask("/deployments/filter", {"deployments": {"name": {"any_": ["quickstart"]}}})
     body = {"state": {"type": "PENDING"}, "job_variables": {"command": "false"}}
@@ -303,6 +338,10 @@ def test_a_flow_run_that_never_comes_to_run_again_is_given_up_by_name(prefect):
     num_resumed = state_names().count("AwaitingRetry")
     assert num_resumed % (MAX_RESUMES + 1) == 0, state_names()
     assert num_resumed > 0
+    num_ends = state_names().count("GivenUp")
+    await_(lambda: len(hook.about(flow_run["name"])) >= num_ends, "the message of the end", 60)
+    assert hook.about(flow_run["name"]) == [" is GivenUp"] * num_ends
+    assert "never became Running" in hook.messages[-1]["body"]
 
 
 def test_deploy_keeps_what_operators_have_changed(prefect):

@@ -5,13 +5,12 @@ import json
 import re
 import shutil
 from pathlib import Path
-from uuid import UUID
 
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from pipelinerl.flows.cli.deployment import KINDS, SHIPPED, deploy, read_project
-from pipelinerl.tasks.automations import HEARTBEAT_SECONDS, TAG, wanted_automations
+from pipelinerl.tasks.automations import HEARTBEAT_SECONDS, TAG, restart_automations
 from pipelinerl_core.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -73,7 +72,7 @@ def test_containers_of_docker_see_all_gpus_and_share_the_locks_that_assign_them(
 )
 def test_without_a_server_deploy_names_the_setting_to_set(url, says):
     with temporary_settings({PREFECT_API_URL: url}), pytest.raises(ConfigError, match=re.escape(says)):
-        deploy("process", "")
+        deploy("process", ())
 
 
 def test_wrong_kinds_and_directories_are_refused(tmp_path):
@@ -89,18 +88,9 @@ def test_wrong_kinds_and_directories_are_refused(tmp_path):
     assert read_project(tmp_path / "prefect.yaml", "process")["name"] == "pipelinerl"
 
 
-def test_the_automations_are_four_and_an_alarm_goes_to_the_block_that_is_named():
-    names = ["pipelinerl-unresponsive", "pipelinerl-resume", "pipelinerl-give-up", "pipelinerl-alarm"]
-    assert [automation.name for automation in wanted_automations(None)] == names
-    block = "3f7b1a52-9c1e-4b9d-8d1f-1a2b3c4d5e6f"
-    (action,) = wanted_automations(UUID(block))[3].actions
-    assert (action.type, str(action.block_document_id)) == ("send-notification", block)
-    assert [action.type for action in wanted_automations(None)[3].actions] == ["do-nothing"]
-
-
 def test_resuming_gives_up_as_late_as_is_asked_for(tmp_path):
-    give_up = wanted_automations(None, 7)[2]
+    give_up = restart_automations(7)[2]
     assert give_up.trigger.threshold == 7
     assert "never became Running, after 7 restarts (deploy --max-resumes=7)" in give_up.actions[0].message
     with pytest.raises(ConfigError, match="--max-resumes 1: set at least 2"):
-        deploy("process", "", max_resumes=1)
+        deploy("process", (), max_resumes=1)

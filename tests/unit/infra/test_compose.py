@@ -40,12 +40,14 @@ def container_port(name: str) -> str:
 
 def test_the_example_has_exactly_the_variables_that_compose_reads_each_below_a_comment():
     used = {match[1]: match for path in FILES for match in VARIABLE.finditer(path.read_text())}
+    files = {secret["environment"] for secret in COMPOSE["secrets"].values()}
     blocks = [block.splitlines() for block in EXAMPLE.split("\n\n")]
     given = {}
     for block in blocks:
         assert block[0].startswith("# "), block
         given |= dict(line.split("=", 1) for line in block if not line.startswith("#"))
-    assert set(given) == set(used)
+    assert set(given) == {*used, *files}
+    assert not any(given.pop(name) for name in files), "secrets are empty"
     for name, value in given.items():
         is_required = used[name][2] == ":?"
         assert value == ("" if is_required else used[name][3]), f"{name}: secrets are empty, others the default"
@@ -94,6 +96,7 @@ def test_a_service_starts_after_its_dependencies_and_restarts_after_a_failure():
         for volume in service.get("volumes", []):
             source = volume.partition(":")[0]
             assert source in COMPOSE["volumes"] or (INFRA / source).exists(), volume
+        assert set(service.get("secrets", [])) <= set(COMPOSE["secrets"])
 
 
 def test_every_address_is_that_of_a_service():
@@ -110,6 +113,7 @@ def test_every_address_is_that_of_a_service():
         "mlflow",
         "serve",
         "prometheus",
+        "alertmanager",
     }
     for name, port in named - {("postgres", "5432"), ("redis", "6379")}:  # not published
         assert port == container_port(name), name

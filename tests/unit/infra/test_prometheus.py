@@ -50,6 +50,17 @@ def test_every_alert_names_an_exported_metric_and_has_a_description():
         assert set(rule["annotations"]) == {"summary", "description"}
 
 
+def test_alerts_go_to_a_receiver_whose_url_is_a_secret_of_compose():
+    config = yaml.safe_load((INFRA / "prometheus" / "alertmanager.yml").read_text())
+    assert config["route"]["receiver"] in {receiver["name"] for receiver in config["receivers"]}
+    (slack,) = config["receivers"][0]["slack_configs"]
+    secrets = yaml.safe_load((INFRA / "compose.yaml").read_text())["secrets"]
+    assert slack["api_url_file"] in {f"/run/secrets/{name}" for name in secrets}
+    prometheus = yaml.safe_load((INFRA / "prometheus" / "prometheus.yml").read_text())
+    (managers,) = prometheus["alerting"]["alertmanagers"]
+    assert managers["static_configs"] == [{"targets": ["alertmanager:9093"]}]
+
+
 def test_every_exported_metric_is_drawn_somewhere():
     drawn = {name: set().union(*map(named_by, queries_of(DASHBOARDS[name]))) for name in DASHBOARDS}
     for metric in EXPORTED:

@@ -12,7 +12,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from pipelinerl.flows import train_flow
 from pipelinerl.tasks import outage
-from pipelinerl.tasks.automations import wanted_automations
+from pipelinerl.tasks.automations import restart_automations
 from pipelinerl_core.errors import DeadlineExceeded, StoreError, StoreUnavailable
 from pipelinerl_core.run.jobs import Job
 from pipelinerl_core.supervision.supervise import RoleFailed
@@ -61,7 +61,7 @@ def use(monkeypatch, store):
 def test_a_run_that_an_outage_has_ended_is_in_the_state_that_the_automation_resumes(monkeypatch):
     state = outage.crashed_by_outage(use(monkeypatch, Store(0)), StoreUnavailable("no answer"))
     assert state.is_crashed()
-    (resume,) = [automation for automation in wanted_automations(None) if automation.name == "pipelinerl-resume"]
+    (resume,) = [automation for automation in restart_automations() if automation.name == "pipelinerl-resume"]
     assert f"prefect.flow-run.{state.name}" in resume.trigger.expect
     assert "`pipelinerl resume r-1` continues the run" in state.message
 
