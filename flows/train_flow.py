@@ -248,7 +248,7 @@ def open_at(
     label_flow_run({URL_LABEL: url, PAGE_LABEL: page_url(run.run_id), MLFLOW_LABEL: tracker.page})
     warn_of_changed_code(run)
     clear_earlier_drain_request(run.store, flow_run_id)
-    remember_latest(url)
+    remember_latest(url, run.record.owner)
     return replace(run, token=hub_token(run)), tracker
 
 

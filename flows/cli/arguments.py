@@ -58,7 +58,7 @@ OlderThan = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Run = Annotated[
-    str, typer.Argument(help="A run: id under the root, `latest`, path or URL.", autocompletion=complete_run)
+    str, typer.Argument(help="A run: id under the root, `latest` (your newest, if you have none that of all), path or URL.", autocompletion=complete_run)
 ]
 Overrides = Annotated[
     list[str] | None,

@@ -62,7 +62,7 @@ class RootPages:
         """The page of a run, by its id, or `latest`. Raises ConfigError if there is no such run, StoreError."""
         if "/" in name or name in (".", ".."):  # locate_run would open a path outside the root
             raise ConfigError(f"{name}: not a run id")
-        url = locate_run(name, self._root.url)
+        url = locate_run(name, self._root.url, of_all=True)
         with self._lock:
             page = self._pages.get(url)
         if page is None:

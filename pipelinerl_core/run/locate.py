@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from pipelinerl_core import __version__
 from pipelinerl_core.config import RunConfig
@@ -29,7 +30,7 @@ SERVE_URL_VARIABLE = "PIPELINERL_SERVE_URL"
 """Where browsers reach `pipelinerl serve` for the root of this host's runs."""
 DEFAULT_ROOT = "./runs"
 LATEST_KEY = "latest.json"
-"""Object under the root that names the run that was started or resumed last."""
+"""Object under the root that names the run that was started or resumed last; `latest.<user>.json`: by that user."""
 SHARED_MEMORY = Path("/dev/shm")
 _SHORT_COMMIT = 7
 
@@ -57,13 +58,16 @@ def plain_name(source: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", Path(source).name.removesuffix(".toml").lower()).strip("-") or "run"
 
 
-def locate_run(run: str, root: str) -> str:
-    """URL of a run given as an id under the root, `latest`, a path or a URL; ConfigError if there is no such run."""
+def locate_run(run: str, root: str, *, of_all: bool = False) -> str:
+    """URL of a run given as an id under the root, `latest`, a path or a URL; ConfigError if there is no such run.
+
+    of_all: `latest` is the run that anybody has started or resumed last, and not that of this user.
+    """
     if "://" in run or "/" in run or run in (".", ".."):
         store = open_store(run)
     else:
         base = open_store(root_url(root))
-        store = base.child(_latest_id(base) if run == "latest" else _plain_id(run))
+        store = base.child(_latest_id(base, of_all=of_all) if run == "latest" else _plain_id(run))
     if not store.exists(RUN_KEY):
         raise ConfigError(
             f"{run}: no run at {store.url}. Give an id under --root, `latest`, or the path or URL of a run"
@@ -71,8 +75,14 @@ def locate_run(run: str, root: str) -> str:
     return store.url
 
 
-def _latest_id(base: ObjectStore) -> str:
+def _latest_id(base: ObjectStore, *, of_all: bool) -> str:
+    """A user without a run, or whose last run was removed, gets the newest run of all users."""
     try:
+        if not of_all:
+            with suppress(MissingObject):
+                own = str(json.loads(base.get(_latest_key(_user())))["run_id"])
+                if base.child(own).exists(RUN_KEY):
+                    return own
         return str(json.loads(base.get(LATEST_KEY))["run_id"])
     except MissingObject:
         raise ConfigError(
@@ -133,16 +143,27 @@ def create_run(url: str, config: RunConfig, *, flow_run_id: str, mlflow: MlflowR
 
 def owner_of(config: RunConfig) -> str:
     """tracking.owner, else user@host of this process."""
-    try:
-        return config.tracking.owner or f"{getpass.getuser()}@{socket.gethostname()}"
-    except (KeyError, OSError):  # a user without a name, as in some containers
-        return socket.gethostname()
+    user, host = _user(), socket.gethostname()
+    return config.tracking.owner or (f"{user}@{host}" if user else host)
 
 
-def remember_latest(url: str) -> None:
-    """Set `latest` to this run."""
+def remember_latest(url: str, owner: str = "") -> None:
+    """Set `latest` to this run, also that of its owner, `user` or `user@host`."""
     root, _, run_id = url.rpartition("/")
-    open_store(root).put(LATEST_KEY, json.dumps({"run_id": run_id, "at": time.time()}).encode())
+    store, text = open_store(root), json.dumps({"run_id": run_id, "at": time.time()}).encode()
+    for key in [LATEST_KEY, *([_latest_key(owner.partition("@")[0])] if owner else [])]:
+        store.put(key, text)
+
+
+def _latest_key(user: str) -> str:
+    return f"latest.{quote(user, safe='')}.json"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user without a name, as in some containers
+        return ""
 
 
 def code_version() -> str:

@@ -100,3 +100,20 @@ def test_shared_memory_in_which_a_live_engine_stages_weights_is_not_abandoned(ki
     assert len(locate.abandoned_shared_memory(killed[0])) == 1
     (staged / f"actor-0.{os.getpid()}").mkdir()
     assert locate.abandoned_shared_memory(killed[0]) == []
+
+
+def test_latest_is_the_newest_run_of_the_user_and_without_one_that_of_all(tmp_path, monkeypatch):
+    root = str(tmp_path)
+    for name, owner in (("a", "alice@gpu1"), ("b", "bob"), ("c", "carol@laptop")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text("{}")
+        remember_latest(f"file://{tmp_path}/{name}", owner)
+    newest = {}
+    for user in ("alice", "bob", "dora"):
+        monkeypatch.setattr("getpass.getuser", lambda user=user: user)
+        newest[user] = locate_run("latest", root)[-1]
+    assert newest == {"alice": "a", "bob": "b", "dora": "c"}
+    monkeypatch.setattr("getpass.getuser", lambda: "alice")
+    assert locate_run("latest", root, of_all=True)[-1] == "c"
+    (tmp_path / "a" / "run.json").unlink()
+    assert locate_run("latest", root)[-1] == "c", "alice's run was removed"
