@@ -107,7 +107,10 @@ class RunWatch:
         self._seen: object = None
         self._start_beat = 0.0
         self._changed_at = time.monotonic()
+        self._start_step = run.config.trainer.steps
         self._read()
+        self._start_step = self.committed_step
+        """Newest step at the start: a resume after trainer.equal_reward_steps goes on."""
 
     def __enter__(self) -> "RunWatch":
         self._view.__enter__()
@@ -239,18 +242,20 @@ class RunWatch:
         """If the rewards of the first steps are all equal: once per start, log a completion and its reference; after
         trainer.equal_reward_steps, drain."""
         reward = equal_reward(self.commits.values(), WARN_STEPS)
-        limit = self._run.config.trainer.equal_reward_steps
-        if reward is not None and 0 < limit <= self.committed_step and not wants_drain(self._run.store):
+        config = self._run.config
+        limit = max(WARN_STEPS, config.trainer.equal_reward_steps) if config.trainer.equal_reward_steps else 0
+        is_reached = self._start_step < limit <= self.committed_step < config.trainer.steps
+        if reward is not None and is_reached and not config.other_term and not wants_drain(self._run.store):
             logger.warning("the run drains: its rewards are all equal (trainer.equal_reward_steps=%d)", limit)
-            ask_to_drain(self._run.store, by=f"trainer.equal_reward_steps={limit}")
+            ask_to_drain(self._run.store, by=f"trainer.equal_reward_steps={config.trainer.equal_reward_steps}")
         if reward is None or self._has_warned:
             return
         self._has_warned = True
-        config = self._run.config.model_dump(mode="json")
-        example = example_of(self._run.store, self._follower.last, config, self._decode)
+        document = config.model_dump(mode="json")
+        example = example_of(self._run.store, self._follower.last, document, self._decode)
         logger.warning(
             "%s. %s Example: %s",
-            headline(reward, self.committed_step, is_over=False), comparison_text(config), example_text(example),
+            headline(reward, self.committed_step, is_over=False), comparison_text(document), example_text(example),
         )  # fmt: skip
 
     def _write_table(self, limit: int = TABLE_BATCHES) -> None:

@@ -58,7 +58,11 @@ OlderThan = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Run = Annotated[
-    str, typer.Argument(help="A run: id under the root, `latest` (your newest, if you have none that of all), path or URL.", autocompletion=complete_run)
+    str,
+    typer.Argument(
+        help="A run: id under the root, `latest` (yours, or without one that of all users), path or URL.",
+        autocompletion=complete_run,
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,

@@ -48,6 +48,7 @@ def serve(
     query = "" if given or not token else f"?token={quote(token)}"  # a token of the environment stays out of logs
     needed = f"; open it with ?token= and the value of {TOKEN_VARIABLE}" if given else ""
     shown = gethostname() if host in ("0.0.0.0", "::", "") else host
+    shown = f"[{shown}]" if ":" in shown else shown
     say(f"http://{shown}:{server.server_address[1]}/{query} shows the runs of {store.url} until Ctrl-C{needed}")
     try:
         server.serve_forever()

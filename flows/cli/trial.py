@@ -6,6 +6,9 @@ import typer
 
 from pipelinerl.flows.cli.arguments import Json, Overrides, Root
 
+_EQUAL_STEPS = 6
+"""Steps of equal rewards after which a try ends."""
+
 
 def trial(
     rows: Annotated[
@@ -43,5 +46,5 @@ def trial(
     chosen = (*guess(rows, reward, overrides or ()), *(overrides or ()))
     command = shlex.join(("pipelinerl", "init", "mine.toml", PRESET, *chosen))
     say(f"settings: {command}")
-    job = new_job(PRESET, chosen, root)
+    job = new_job(PRESET, (f"trainer.equal_reward_steps={_EQUAL_STEPS}", *chosen), root)
     carry_out(job, as_json=as_json, more=lambda url: [*examples(url), f"  change             {command}"])

@@ -19,6 +19,7 @@ from pipelinerl_core.errors import ConfigError
 
 RESUMABLE = (
     "trainer.steps",
+    "trainer.equal_reward_steps",
     "trainer.ranks",
     "trainer.threads",
     "trainer.pack_tokens",

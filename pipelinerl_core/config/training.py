@@ -13,8 +13,8 @@ class TrainerConfig(Section):
     steps: int = Field(100, ge=1)
     """Optimizer steps in the run. Raise for a longer training."""
     equal_reward_steps: int = Field(0, ge=0)
-    """Drain the run after this many first steps if all of their rewards are equal: nothing is learned then. 0: never.
-    `pipelinerl try` sets it. Raise if the first correct completion may come late."""
+    """Drain the run after this many first steps (at least 3) if all of their rewards are equal and only rewards train
+    the model. 0: never. `pipelinerl try` sets it. Raise if the first correct completion may come late."""
     ranks: int = Field(1, ge=1)
     """Trainer processes (data parallel): each computes a share of the packs; on GPUs each has its own GPU. Raise to
     the number of GPUs for training."""

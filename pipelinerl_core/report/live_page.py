@@ -21,18 +21,26 @@ PAGE_SHARE = 0.1
 """Largest share of the time spent on rendering a page."""
 SCRIPT = """
 let page = document.getElementById("live").dataset.page;
-setInterval(async () => {
+async function get(path) {
+  const answer = await fetch(path);
+  if (!answer.ok) throw new Error(answer.status);
+  return answer;
+}
+async function renew() {
   try {
-    const status = await (await fetch("status.json")).json();
+    const status = await (await get("status.json")).json();
+    if (status.page !== page) {
+      const next = new DOMParser().parseFromString(await (await get(".")).text(), "text/html");
+      document.querySelector("main").replaceWith(next.querySelector("main"));
+      page = status.page;
+    }
     document.getElementById("live").textContent = status.line;
-    if (status.page === page) return;
-    const next = new DOMParser().parseFromString(await (await fetch(".")).text(), "text/html");
-    document.querySelector("main").replaceWith(next.querySelector("main"));
-    page = status.page;
   } catch (error) {
-    document.getElementById("live").textContent = "the server of this page has stopped";
+    document.getElementById("live").textContent = "the server of this page or its store does not answer";
   }
-}, 2000);
+  setTimeout(renew, 2000);
+}
+setTimeout(renew, 2000);
 """
 _LIVE = """<style>@CSS@</style>
 <nav><a href="../../">all runs</a></nav>
@@ -51,6 +59,7 @@ class LivePage:
         self._follower = RunFollower(store)
         self._hub = HubWatch(store)
         self._run_id = self._follower.run.run_id
+        self.created_at = self._follower.run.created_at
         self._cache = RunCache()
         self._lock = threading.Lock()
         self._status: dict[str, Any] = {}

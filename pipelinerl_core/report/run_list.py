@@ -8,14 +8,12 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from pydantic import ValidationError
-
-from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.gpu_counts import needed_gpus
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, StoreUnavailable
 from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.models.resolve import build_config, resume_config
 from pipelinerl_core.run.commits import Commits, read_commits
-from pipelinerl_core.run.context import planned_steps
+from pipelinerl_core.run.context import planned_steps, resume_overrides
 from pipelinerl_core.run.hub_status import HubWatch
 from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import (
@@ -44,6 +42,8 @@ SORTS: Mapping[str, Callable[["ListedRun"], Any]] = MappingProxyType(
 )
 """Orders of the list; the largest value is first, of texts the smallest, and runs without a value are last."""
 _THREADS = 8
+_DAMAGE = (TypeError, ValueError, AttributeError, KeyError)
+"""Raised by records whose values have other types."""
 """Runs that are read at once; a hub on another host is watched for up to five seconds."""
 _UNIT_SECONDS = MappingProxyType({"d": 86400, "h": 3600, "min": 60})
 _AGE = re.compile(r"(\d+(?:\.\d+)?) ?(d|h|min)")
@@ -123,7 +123,7 @@ class Wanted:
         """Whether owner and tags match; a run that cannot be read matches if none is asked for."""
         if isinstance(record, str):
             return not (self.owner or self.tag)
-        return self._fits(record.owner, record.config.get("tracking", {}).get("tags", ()))
+        return self._fits(record.owner, _tags(record))
 
     def _fits(self, owner: str, tags: Iterable[str]) -> bool:
         has_tag = not self.tag or any(tag == self.tag or tag.partition(":")[0] == self.tag for tag in tags)
@@ -139,11 +139,17 @@ class Wanted:
 
 
 def list_runs(
-    root: ObjectStore, limit: int = 0, wanted: Wanted = Wanted(), *, with_unreadable: bool = False
+    root: ObjectStore,
+    limit: int = 0,
+    wanted: Wanted = Wanted(),
+    *,
+    with_unreadable: bool = False,
+    watches: dict[str, HubWatch] | None = None,
 ) -> list[ListedRun]:
     """The newest `limit` runs of a root (0: all), newest first. A run whose objects are damaged is `unreadable`.
 
     with_unreadable: also the unreadable runs of which this function cannot decide whether they are wanted.
+    watches: URL -> watch, for calls one after another: a later call does not wait for a hub that is known to be dead.
     """
     with ThreadPoolExecutor(_THREADS) as pool:
         stores = [root.child(name) for name in root.children() if not name.startswith(".")]
@@ -154,7 +160,7 @@ def list_runs(
             pairs = pairs[:limit]
         listed = [
             run
-            for run in pool.map(lambda pair: _listed(*pair), pairs)
+            for run in pool.map(lambda pair: _listed(pair[0], pair[1], watches), pairs)
             if wanted.matches(run) or (with_unreadable and run.problem)
         ]
         return listed[:limit] if limit else listed
@@ -181,31 +187,31 @@ def _record(store: ObjectStore) -> RunRecord | str | None:
         return None
     except StoreUnavailable:
         raise
-    except StoreError as error:
-        return str(error)
+    except (StoreError, *_DAMAGE) as error:
+        return f"{RUN_KEY}: {error}"
 
 
-def _listed(store: ObjectStore, record: RunRecord | str) -> ListedRun:
+def _listed(store: ObjectStore, record: RunRecord | str, watches: dict[str, HubWatch] | None = None) -> ListedRun:
     run_id = store.url.rpartition("/")[2]
     if isinstance(record, str):
         return ListedRun(run_id=run_id, created_at=0.0, state="unreadable", url=store.url, problem=record)
     try:
-        return _read(store, record)
+        return _read(store, record, (watches if watches is not None else {}).setdefault(store.url, HubWatch(store)))
     except StoreUnavailable:
         raise
-    except StoreError as error:
+    except (StoreError, *_DAMAGE) as error:
         return ListedRun(
             run_id=run_id,
             created_at=record.created_at,
             state="unreadable",
             owner=record.owner,
-            tags=tuple(record.config.get("tracking", {}).get("tags", ())),
+            tags=_tags(record),
             url=store.url,
-            problem=str(error),
+            problem=str(error) or type(error).__name__,
         )
 
 
-def _read(store: ObjectStore, record: RunRecord) -> ListedRun:
+def _read(store: ObjectStore, record: RunRecord, watch: HubWatch) -> ListedRun:
     commits = read_commits(store)
     last = next(iter(commits.newest(1)), None)
     steps = planned_steps(store, record)
@@ -216,12 +222,12 @@ def _read(store: ObjectStore, record: RunRecord) -> ListedRun:
     return ListedRun(
         run_id=record.run_id,
         created_at=record.created_at,
-        state="finished" if is_over else "running" if HubWatch(store).find_live() else "stopped",
+        state="finished" if is_over else "running" if watch.find_live() else "stopped",
         step=step,
         steps=steps,
         model=str(record.config.get("model", {}).get("path", "")),
         owner=record.owner,
-        tags=tuple(record.config.get("tracking", {}).get("tags", ())),
+        tags=_tags(record),
         notes=str(record.config.get("tracking", {}).get("notes", "")),
         parent=record.parent,
         active_at=last.committed_at if last else record.created_at,
@@ -230,7 +236,7 @@ def _read(store: ObjectStore, record: RunRecord) -> ListedRun:
         held_out_last=newest,
         tokens=last.tokens.get("generated", 0) if last else 0,
         seconds=_training_seconds(commits),
-        gpus=_gpus(record),
+        gpus=_gpus(store, record),
         url=store.url,
     )
 
@@ -243,11 +249,17 @@ def _training_seconds(commits: Commits) -> float:
     return sum(max(0.0, part) for part in seconds)
 
 
-def _gpus(record: RunRecord) -> int:
+def _gpus(store: ObjectStore, record: RunRecord) -> int:
+    """As the latest resume has set them."""
     try:
-        return needed_gpus(RunConfig.model_validate(record.config))[0]
-    except ValidationError:  # of a release with other keys: the other figures are known
+        return needed_gpus(resume_config(build_config(record.config), resume_overrides(store)))[0]
+    except ConfigError:  # of a release with other keys: the other figures are known
         return 0
+
+
+def _tags(record: RunRecord) -> tuple[str, ...]:
+    tracking = record.config.get("tracking")
+    return tuple(tracking.get("tags", ())) if isinstance(tracking, Mapping) else ()
 
 
 def _accuracy(store: ObjectStore, versions: Sequence[int]) -> float | None:

@@ -8,18 +8,22 @@ from pipelinerl_core.report.html import duration, served_styles, styles
 from pipelinerl_core.report.run_list import SORTS, STATES, ListedRun, Wanted, age
 
 SCRIPT = """
-setInterval(async () => {
-  if (document.querySelector("input:checked") || document.querySelector("form :focus")) return;
+async function renew() {
   const note = document.getElementById("note");
   try {
-    const text = await (await fetch(location.href)).text();
-    const next = new DOMParser().parseFromString(text, "text/html").getElementById("runs");
-    document.getElementById("runs").replaceWith(next);
-    note.textContent = "";
+    if (!document.querySelector("input:checked") && !document.querySelector("form :focus")) {
+      const answer = await fetch(location.href);
+      if (!answer.ok) throw new Error(answer.status);
+      const next = new DOMParser().parseFromString(await answer.text(), "text/html");
+      document.getElementById("runs").replaceWith(next.getElementById("runs"));
+      note.textContent = "";
+    }
   } catch (error) {
     note.textContent = "This list is not up to date: the server of this page or its store does not answer.";
   }
-}, 5000);
+  setTimeout(renew, 5000);
+}
+setTimeout(renew, 5000);
 """
 _HEADS = (
     ("", "run"),

@@ -26,13 +26,12 @@ import logging
 import socket
 from collections.abc import Callable, Collection, Mapping
 from http import HTTPStatus
-from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from typing import NoReturn
 from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
 
-from pipelinerl_core.errors import ConfigError, StoreError
+from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, StoreUnavailable
 from pipelinerl_core.report import live_page, runs_page
 from pipelinerl_core.report.html import served_styles, styles
 from pipelinerl_core.report.root_pages import RootPages
@@ -42,7 +41,6 @@ from pipelinerl_core.telemetry.role_metrics import CONTENT_TYPE
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_SECONDS = 30
-_COOKIE = "pipelinerl-token"
 _HTML, _JSON, _TEXT = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
 
 
@@ -69,6 +67,9 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], pages: RootPages, names: Collection[str], token: str) -> None:
         self.pages = pages
         self.token = token
+        # Cookies are for all ports of a host: the servers of two roots must not share one.
+        self.cookie = f"pipelinerl-{hashlib.sha256(token.encode()).hexdigest()[:8]}"
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         own = socket.gethostname()
         self._names = {name.lower().rstrip(".") for name in ("localhost", own, own.partition(".")[0], *names)}
         super().__init__(address, _Handler)
@@ -103,19 +104,25 @@ class _Handler(BaseHTTPRequestHandler):
         query = parse_qs(url.query)
         try:
             self._check(url.path, query)
-            if "token" in query:
+            if "token" in query and self.server.token and url.path != "/healthz":
                 self._set_cookie(url.path, query)
                 return
             kind, body = self._find(url.path, query)
         except _Refused as refused:
             self.send_error(refused.status, explain=str(refused) or None)
             return
-        except ConfigError as error:
+        except (ConfigError, MissingObject) as error:  # MissingObject: the run was removed
             self.send_error(HTTPStatus.NOT_FOUND, explain=str(error))
             return
         except StoreError as error:  # a later request may succeed
             logger.warning("%s: %s", url.path, error)
-            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain="The store does not answer. Try again later.")
+            is_away = isinstance(error, StoreUnavailable)
+            text = "The store does not answer. Try again later." if is_away else "The run cannot be read now."
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=text)
+            return
+        except Exception:
+            logger.exception("%s", url.path)
+            self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR)
             return
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", kind)
@@ -131,25 +138,26 @@ class _Handler(BaseHTTPRequestHandler):
                 "`pipelinerl serve --allowed-host NAME` allows.",
             )
         kind, _, bearer = self.headers.get("Authorization", "").partition(" ")
-        tokens = query["token"][:1] if "token" in query else (bearer if kind == "Bearer" else "", self._cookie())
+        sent = (bearer if kind.lower() == "bearer" else "", self._cookie())
+        tokens = query["token"][:1] if "token" in query else sent
         if path != "/healthz" and not any(map(self.server.accepts, tokens)):
             raise _Refused(
                 HTTPStatus.UNAUTHORIZED, "Open the address with ?token=, which `pipelinerl serve` has printed."
             )
 
     def _cookie(self) -> str:
-        try:
-            cookie = SimpleCookie(self.headers.get("Cookie", "")).get(_COOKIE)
-        except CookieError:
-            return ""
-        return unquote(cookie.value) if cookie is not None else ""
+        """Not by http.cookies, which reads no cookie after one of another server that it does not understand."""
+        pairs = (part.strip().partition("=") for part in self.headers.get("Cookie", "").split(";"))
+        return next((unquote(value) for name, _, value in pairs if name == self.server.cookie), "")
 
     def _set_cookie(self, path: str, query: Mapping[str, list[str]]) -> None:
         """Keep the token as a cookie, and open the page without the token in its address."""
         rest = urlencode({name: values for name, values in query.items() if name != "token"}, doseq=True)
         self.send_response(HTTPStatus.SEE_OTHER)
-        self.send_header("Set-Cookie", f"{_COOKIE}={quote(query['token'][0])}; Path=/; HttpOnly; SameSite=Lax")
-        self.send_header("Location", f"/{quote(unquote(path).lstrip('/'))}{f'?{rest}' if rest else ''}")
+        value = f"{self.server.cookie}={quote(query['token'][0], safe='')}"
+        self.send_header("Set-Cookie", f"{value}; Path=/; HttpOnly; SameSite=Lax")
+        name = quote(unquote(path.rpartition("/")[2])) or "."  # relative, for a proxy with a prefix
+        self.send_header("Location", f"{name}{f'?{rest}' if rest else ''}")
         self.send_header("Content-Length", "0")
         self.end_headers()
 

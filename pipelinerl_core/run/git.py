@@ -8,20 +8,22 @@ DIRTY = "-dirty"
 _GIT_SECONDS = 5.0
 
 
-def git_commit(directory: Path, *, with_changes: bool = False) -> str | None:
+def git_commit(directory: Path, *, with_changes_beside: str = "") -> str | None:
     """Commit of the git checkout that contains a directory, 40 hex digits; None without a checkout or git.
 
-    with_changes: append DIRTY if a file that git tracks has changes.
+    with_changes_beside: a file of the directory; DIRTY is appended if this file is not committed as it is, or if a
+    file that git tracks has changes.
     """
     commit = _git(directory, "rev-parse", "HEAD")
-    if not commit:
-        return None
-    has_changes = with_changes and _git(directory, "status", "--porcelain", "--untracked-files=no") != ""
-    return f"{commit}{DIRTY}" if has_changes else commit
+    if not commit or not with_changes_beside:
+        return commit or None
+    tracked = _git(directory, "status", "--porcelain", "--untracked-files=no")
+    own = _git(directory, "status", "--porcelain", "--", with_changes_beside)
+    return f"{commit}{DIRTY}" if tracked or own else commit
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(directory), *arguments]
+    command = ["git", "--no-optional-locks", "-C", str(directory), *arguments]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):

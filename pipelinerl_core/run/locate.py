@@ -80,14 +80,21 @@ def _latest_id(base: ObjectStore, *, of_all: bool) -> str:
     try:
         if not of_all:
             with suppress(MissingObject):
-                own = str(json.loads(base.get(_latest_key(_user())))["run_id"])
+                own = _named_run(base, _latest_key(_user()))
                 if base.child(own).exists(RUN_KEY):
                     return own
-        return str(json.loads(base.get(LATEST_KEY))["run_id"])
+        return _named_run(base, LATEST_KEY)
     except MissingObject:
         raise ConfigError(
             f"latest: no run was started under {base.url} yet. Start one with `pipelinerl train`"
         ) from None
+
+
+def _named_run(base: ObjectStore, key: str) -> str:
+    try:
+        return _plain_id(str(json.loads(base.get(key))["run_id"]))
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{base.url}/{key} is damaged: remove this object, or name a run by its id") from None
 
 
 def _plain_id(run: str) -> str:

@@ -78,9 +78,14 @@ def open_tracker(
     tracker: RunTracker = NoTracker()
     mlflow = None
     owner = record.owner if record else owner_of(config)
+    commits = record.commits if record else code_commits(config)
     tags = {
-        **label_tags(config, owner), **source_tags(flow_run_id), **run_tags(config), "pipelinerl.url": url, **labels
-    }  # fmt: skip
+        **label_tags(config, owner),
+        **source_tags(flow_run_id),
+        **run_tags(config, commits),
+        "pipelinerl.url": url,
+        **labels,
+    }
     if uri is not None:
         tracker = MlflowTracker(
             uri,
@@ -136,12 +141,11 @@ def label_tags(config: RunConfig, owner: str) -> dict[str, str]:
     }
 
 
-def run_tags(config: RunConfig) -> dict[str, str]:
+def run_tags(config: RunConfig, commits: Mapping[str, str]) -> dict[str, str]:
     """Tags to group and filter runs by in MLflow; all settings are logged as parameters too.
 
-    The commit is that of the git checkout with the user's own files, if there is one.
+    commits: of the git checkouts with the user's own files, as in RunRecord.commits.
     """
-    commits = sorted(set(code_commits(config).values()))
     return {
         "schedule": config.schedule.kind,
         "seed": str(config.seed),
@@ -152,7 +156,7 @@ def run_tags(config: RunConfig) -> dict[str, str]:
         "model": config.model.path,
         "prompts": "mixture" if config.mixture else config.prompts.kind,
         **({"pipelinerl.parent": parent} if (parent := parent_of(config)) else {}),
-        **({"mlflow.source.git.commit": ", ".join(commits)} if commits else {}),
+        **({"mlflow.source.git.commit": ", ".join(sorted({*commits.values()}))} if commits else {}),
     }
 
 

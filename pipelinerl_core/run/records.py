@@ -248,6 +248,8 @@ class RunRecord(Record):
     @classmethod
     def _with_recorded_meaning(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Keys that a run from before them lacks, with what such a run did."""
+        if not isinstance(config.get("trainer", {}), dict):
+            raise ValueError("config.trainer is no object")
         return {**config, "trainer": {**_BEFORE, **config["trainer"]}} if "trainer" in config else config
 
 

@@ -69,7 +69,11 @@ def installed_packages(config: RunConfig) -> dict[str, str]:
 def code_commits(config: RunConfig) -> dict[str, str]:
     """Name -> commit of the git checkout that has the file, as in RunRecord.commits."""
     files = {name: _file(location) for name, (_, location) in _locations(config).items()}
-    commits = {name: git_commit(file.parent, with_changes=True) for name, file in files.items() if file is not None}
+    commits = {
+        name: git_commit(file.parent, with_changes_beside=file.name)
+        for name, file in files.items()
+        if file is not None
+    }
     return {name: commit for name, commit in commits.items() if commit}
 
 

@@ -57,7 +57,6 @@ def guess(path: str, reward: str = "", overrides: Sequence[str] = ()) -> tuple[s
         "rollouts.max_prompt_tokens": min(_MAX_PROMPT_TOKENS, _TEMPLATE_TOKENS + _tokens(longest)),
         "rollouts.max_tokens": min(_MAX_TOKENS, completion),
         "trainer.steps": 20,
-        "trainer.equal_reward_steps": 6,
         "eval.num_prompts": 64,
         "weights.durable_every": 10,
     }

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import socket
 import threading
 from base64 import b64encode
@@ -222,7 +223,7 @@ def test_prometheus_can_read_every_metric_and_every_name_is_declared(run, served
     samples = {sample.name: sample for family in families.values() for sample in family.samples}
     assert set(samples) <= {name for metric in METRICS.values() for name in metric.series}
     assert samples["pipelinerl_step"].value == 4
-    assert samples["pipelinerl_step"].labels == {"run": run_status(run.store)["run_id"]}
+    assert samples["pipelinerl_step"].labels == {"run": RUN}, "its directory"
     tokens = {s.labels["class"]: s.value for s in families["pipelinerl_tokens"].samples}
     assert tokens["generated"] == sum(number for name, number in tokens.items() if name != "generated")
     states = {s.labels["state"]: s.value for s in families["pipelinerl_state"].samples}
@@ -319,6 +320,33 @@ def test_prometheus_sees_every_run_of_the_root(run, tmp_path, monkeypatch):
         assert {s.labels["run"] for s in families["pipelinerl_state"].samples} == {"c-3"}
 
 
+def test_a_run_that_is_odd_or_damaged_hides_no_other(run, tmp_path):
+    root = tmp_path / "runs"
+    team(root)
+    shutil.copytree(root / "a-1", root / "a copy")  # the same id twice, in a directory that is no id
+    other = open_store(str(root / "b-2"))
+    record = json.loads(other.get(RUN_KEY))
+    record["config"]["trainer"]["key_of_another_release"] = 1
+    other.put(RUN_KEY, json.dumps(record).encode())
+    for name, damage in (("d-4", {"trainer": None}), ("e-5", {"trainer": {"steps": "x"}}), ("f-6", {"tracking": 3})):
+        open_store(str(root / name)).put(RUN_KEY, json.dumps({**record, "run_id": name, "config": damage}).encode())
+    with serving(root) as served:
+        runs = {run["url"].rpartition("/")[2]: run for run in json.loads(get(f"{served}/runs.json"))["runs"]}
+        assert {name for name, run in runs.items() if run["state"] == "unreadable"} >= {"c-3", "d-4", "e-5"}
+        assert set(runs) == {"a-1", "a copy", "b-2", "c-3", "d-4", "e-5", "f-6"}
+        assert get(f"{served}/targets.json") == "[]"
+        families = {f.name: f for f in text_string_to_metric_families(get(f"{served}/metrics"))}
+        steps = {s.labels["run"]: s.value for s in families["pipelinerl_step"].samples}
+        assert (steps["a-1"], steps["a copy"], steps["b-2"]) == (6, 6, 9)
+        for name in ("a%20copy", "b-2"):
+            assert "Roles over time" in get(f"{served}/runs/{name}/")
+        (root / "latest.json").write_text("[]")
+        assert answer_to(served, "localhost", "/runs/latest/")[0] == 404
+        shutil.rmtree(root / "a-1")
+        assert answer_to(served, "localhost", "/runs/a-1/")[0] == 404
+        assert "pipelinerl_step" in get(f"{served}/metrics")
+
+
 def test_with_a_token_nothing_is_shown_without_it(run, tmp_path):
     with serving(tmp_path, token="s3cret/+1") as served:
         for path in ("/", "/runs.json", f"/runs/{RUN}/", "/metrics", "/targets.json", "/?token=other", "/nothing"):
@@ -328,9 +356,14 @@ def test_with_a_token_nothing_is_shown_without_it(run, tmp_path):
         bearer = {"Authorization": "Bearer s3cret/+1"}
         assert answer_to(served, "localhost", "/metrics", **bearer)[0] == 200
         status, headers, _ = answer_to(served, "localhost", f"/runs/{RUN}/?a=1&token=s3cret/%2B1")
-        assert (status, headers["Location"]) == (303, f"/runs/{RUN}/?a=1")
+        assert (status, headers["Location"]) == (303, ".?a=1"), "relative to the page"
         cookie = headers["Set-Cookie"].partition(";")
         assert "HttpOnly" in cookie[2]
         assert answer_to(served, "localhost", "/", Cookie=cookie[0])[0] == 200
-        status, headers, _ = answer_to(served, "localhost", "//evil.example/?token=s3cret/%2B1")
-        assert headers["Location"] == "/evil.example/"
+        foreign = 'a={"x":1}; nameless; k=a b'
+        assert answer_to(served, "localhost", "/", Cookie=f"{foreign}; {cookie[0]}")[0] == 200
+        _, headers, _ = answer_to(served, "localhost", "//evil.example/x?token=s3cret/%2B1")
+        assert headers["Location"] == "x"
+        assert answer_to(served, "localhost", "/healthz?token=other")[1]["Set-Cookie"] is None
+    with serving(tmp_path) as served:  # without a token
+        assert answer_to(served, "localhost", "/?token=other")[1]["Set-Cookie"] is None

@@ -107,13 +107,13 @@ def test_latest_is_the_newest_run_of_the_user_and_without_one_that_of_all(tmp_pa
     for name, owner in (("a", "alice@gpu1"), ("b", "bob"), ("c", "carol@laptop")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text("{}")
-        remember_latest(f"file://{tmp_path}/{name}", owner)
+        locate.remember_latest(f"file://{tmp_path}/{name}", owner)
     newest = {}
     for user in ("alice", "bob", "dora"):
         monkeypatch.setattr("getpass.getuser", lambda user=user: user)
-        newest[user] = locate_run("latest", root)[-1]
+        newest[user] = locate.locate_run("latest", root)[-1]
     assert newest == {"alice": "a", "bob": "b", "dora": "c"}
     monkeypatch.setattr("getpass.getuser", lambda: "alice")
-    assert locate_run("latest", root, of_all=True)[-1] == "c"
+    assert locate.locate_run("latest", root, of_all=True)[-1] == "c"
     (tmp_path / "a" / "run.json").unlink()
-    assert locate_run("latest", root)[-1] == "c", "alice's run was removed"
+    assert locate.locate_run("latest", root)[-1] == "c", "alice's run was removed"

@@ -55,9 +55,13 @@ def test_the_commit_of_the_users_own_repository_is_recorded(tmp_path, monkeypatc
     run = create_run(run_url("runs", "r"), settings("mine.py:score"), flow_run_id="f", mlflow=None)
     (commit,) = run.record.commits.values()
     assert re.fullmatch("[0-9a-f]{40}", commit)
-    assert run_tags(settings("mine.py:score"))["mlflow.source.git.commit"] == commit
+    assert run_tags(run.config, run.record.commits)["mlflow.source.git.commit"] == commit
     (tmp_path / "mine.py").write_text(CODE.replace("1.0", "2.0"))
     assert code_commits(settings("mine.py:score")) == {"": f"{commit}-dirty"}
+    subprocess.run(["git", "checkout", "-q", "mine.py"], check=True)
+    (tmp_path / "new.py").write_text(CODE)
+    assert code_commits(settings("mine.py:score")) == {"": commit}
+    assert code_commits(settings("new.py:score")) == {"": f"{commit}-dirty"}, "git does not track the file"
     assert code_commits(settings("json:loads")) == {}
 
 

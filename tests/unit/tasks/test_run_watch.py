@@ -111,20 +111,39 @@ def test_equal_rewards_of_the_first_steps_are_one_warning_with_an_example(tmp_pa
     assert ', reference "' in warnings[0]
 
 
-@pytest.mark.parametrize(("reward", "limit", "drains"), [(0.0, 3, True), (0.0, 4, False), (None, 3, False)])
+@pytest.mark.parametrize(
+    ("reward", "limit", "overrides", "drains"),
+    [
+        (0.0, 1, {}, True),  # as 3
+        (0.0, 4, {}, True),
+        (0.0, 5, {}, False),
+        (0.0, 0, {}, False),
+        (None, 3, {}, False),
+        (0.0, 3, {"entropy_bonus": 0.1}, False),  # which trains the model, too
+    ],
+)
 def test_a_run_whose_first_rewards_are_all_equal_drains_after_the_steps_of_its_key(
-    tmp_path, clock, reward, limit, drains
+    tmp_path, clock, reward, limit, overrides, drains
 ):
     store = open_store(str(tmp_path / "r-1"))
-    write_run(store, Shape(steps=3, reward=reward))
+    write_run(store, Shape(steps=6, reward=reward))
     record = json.loads(store.get("run.json"))
     record["config"]["trainer"]["equal_reward_steps"] = limit
+    record["config"]["loss"] |= overrides
     store.put("run.json", json.dumps(record).encode())
+    commits = {key: store.get(key) for key in store.list("commits")}
+    store.delete(list(commits)[3:])
     watch = RunWatch(open_run(f"file://{tmp_path}/r-1"), MagicMock(logged=None, page=""))
+    assert not wants_drain(store)
+    for key in list(commits)[3:5]:
+        store.put(key, commits[key])
     look(watch, clock, 60.0)
     assert wants_drain(store) == drains
     if drains:
-        assert drained_by(store) == "trainer.equal_reward_steps=3"
+        assert drained_by(store) == f"trainer.equal_reward_steps={limit}"
+        store.delete(["control.json"])
+        look(RunWatch(open_run(f"file://{tmp_path}/r-1"), MagicMock(logged=None, page="")), clock, 60.0)
+        assert not wants_drain(store), "a resume goes on"
 
 
 def test_nothing_that_fails_at_the_end_fails_the_run_and_each_failure_is_a_line(tmp_path, watch, monkeypatch, caplog):
