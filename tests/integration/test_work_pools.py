@@ -366,6 +366,7 @@ def test_deploy_keeps_what_operators_have_changed(prefect):
         for _ in range(2):
             again = prefect.deploy("--max-resumes", str(MAX_RESUMES))
             assert again["kept"] == kept
+            assert again["notified"] == ["custom-webhook/pipelinerl-notify"]
             assert {*again["deployments"].values(), *again["automations"].values()} == {"unchanged"}
             after = client.read_deployment(nightly)
             assert (after.paused, sorted(after.tags)) == (True, ["night", "pipelinerl"])
@@ -374,7 +375,7 @@ def test_deploy_keeps_what_operators_have_changed(prefect):
             assert added in Automation.read(name="pipelinerl-resume").actions
         reset = prefect.deploy("--max-resumes", str(MAX_RESUMES), "--reset")
         assert {name for name, change in reset["deployments"].items() if change == "updated"} == set(kept)
-        assert (reset["kept"], schedules()) == ({}, [1, 0])
+        assert (reset["kept"], reset["notified"], schedules()) == ({}, [], [1, 0])
         after = client.read_deployment(nightly)
         assert (after.paused, sorted(after.tags)) == (False, ["nightly", "pipelinerl"])
         assert len(Automation.read(name="pipelinerl-resume").actions) == 1
