@@ -33,7 +33,7 @@ _HEADS = (
     ("reward", "reward"),
     ("held_out", "held-out"),
     ("tokens", "tokens"),
-    ("hours", "hours"),
+    ("hours", "time"),
     ("gpu_hours", "GPU-hours"),
     ("", "model"),
     ("", "tags"),
