@@ -8,6 +8,7 @@ The tag `pipelinerl.logged` of the MLflow run names the newest step that MLflow 
 the metrics of the step, so that a resume reads one tag instead of metric histories, whose size grows with the run.
 """
 
+import fcntl
 import json
 import logging
 import os
@@ -15,7 +16,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -64,7 +66,10 @@ PARENT_TAG = "mlflow.parentRunId"
 SAMPLE_SECONDS = 10.0
 """Shortest time between two readings of the machine."""
 
+_SQLITE = "sqlite:///"
 _CONNECT_SECONDS = 9.0
+_CREATION_SECONDS = 120.0
+_LOCK_POLL_SECONDS = 0.1
 _FLUSH_SECONDS = 2.0
 _FLUSH_METRICS = 500
 # MLflow's own limits per request and value.
@@ -295,8 +300,9 @@ class MlflowTracker:
 
     def _open(self) -> tuple[MlflowClient, Run]:
         """The MLflow run, found or created. The number of requests does not depend on the age of the run."""
-        client = MlflowClient(tracking_uri=self._uri)
-        experiment_id = _experiment_id(client, self._uri, self._experiment)
+        with _creation(self._uri):
+            client = MlflowClient(tracking_uri=self._uri)
+            experiment_id = _experiment_id(client, self._uri, self._experiment)
         if self._lost_at is not None:
             _mark_lost(client, self.run_id, self._run_name, self._lost_at)
         run_id = _find_run(client, experiment_id, self._run_name, self.run_id)
@@ -424,12 +430,37 @@ def _input(note: DatasetNote) -> DatasetInput:
     return DatasetInput(dataset, [InputTag(_CONTEXT_TAG, note.context)])
 
 
+@contextmanager
+def _creation(uri: str) -> Iterator[None]:
+    """Lets one process at a time create the tables of a database file: of two that create them, MLflow fails one.
+
+    Raises TimeoutError.
+    """
+    database = uri.removeprefix(_SQLITE)
+    if database == uri:
+        yield
+        return
+    with Path(f"{database}.lock").open("w") as lock:
+        deadline = time.monotonic() + _CREATION_SECONDS
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"another process has held {lock.name} for {_CREATION_SECONDS:.0f} s"
+                    ) from None
+                time.sleep(_LOCK_POLL_SECONDS)
+        yield
+
+
 def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:
     experiment = client.get_experiment_by_name(name)
     if experiment is not None:
         return str(experiment.experiment_id)
     # Beside the database instead of in the working directory.
-    database = uri.removeprefix("sqlite:///")
+    database = uri.removeprefix(_SQLITE)
     location = (Path(database).absolute().parent / "mlartifacts" / name).as_uri() if database != uri else None
     try:
         return str(client.create_experiment(name, location, _EXPERIMENT_TAGS))

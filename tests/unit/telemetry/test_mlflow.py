@@ -4,10 +4,12 @@ Tests read back what the tracker writes through the private client of the tracke
 a second client takes seconds too.
 """
 
+import fcntl
 import json
 import logging
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -287,3 +289,24 @@ def test_the_machine_is_asked_now_and_then_and_may_fail(uri, monkeypatch, caplog
     tracker.close()
     assert [value for _, value in history(tracker, "system/x")] == [1.0]
     assert history(tracker, "x") == [(1, 1.0)], "the writer goes on"
+
+
+def test_one_process_at_a_time_creates_the_tables_of_a_database_file(tmp_path, monkeypatch):
+    uri, entered = f"sqlite:///{tmp_path}/mlflow.db", []
+
+    def create():
+        with tracking._creation(uri):
+            entered.append(True)
+
+    with (tmp_path / "mlflow.db.lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        monkeypatch.setattr(tracking, "_CREATION_SECONDS", 0.0)
+        with pytest.raises(TimeoutError, match=r"mlflow\.db\.lock"):
+            create()
+        monkeypatch.setattr(tracking, "_CREATION_SECONDS", 60.0)
+        waiting = threading.Thread(target=create)
+        waiting.start()
+        time.sleep(0.3)
+        assert entered == []
+    waiting.join(60)
+    assert entered == [True]
