@@ -231,6 +231,7 @@ HERO = """
         one => one.querySelector('h2')?.innerText === name);
     named('Evaluations').querySelectorAll(':scope > p:first-of-type, .pair:first-of-type').forEach(hide);
     named('Evaluations').querySelector('h2').innerText = 'Before and after';
+    named('Learning').querySelectorAll('.pair > figure:nth-of-type(n+3)').forEach(hide);
     named('Freshness').getBoundingClientRect().top + scrollY - 30
 """
 """JavaScript that leaves roles, reward and completions of a report; its value is their height in pixels."""
