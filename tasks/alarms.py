@@ -45,7 +45,15 @@ class Alarms:
         self._run_id = run_id
         self._emitted: set[tuple[str, str]] = set()
         self._actors_through = -1
+        self._is_silent = False
         self._rewards: dict[int, float | None] = {}
+
+    def skip(self, config: Mapping[str, Any], commits: Mapping[int, Commit], last: Commit | None) -> None:
+        """Emit no event for what an earlier start of the run has told: what holds already at this start."""
+        self._is_silent = True
+        self.check_parts(config, last)
+        self.check(commits)
+        self._is_silent = False
 
     def check_parts(self, config: Mapping[str, Any], last: Commit | None) -> None:
         """Emit an event for the first part of the mixture of which no group is trained.
@@ -81,6 +89,8 @@ class Alarms:
         if (event, about) in self._emitted:
             return
         self._emitted.add((event, about))
+        if self._is_silent:
+            return
         logger.warning("%s: %s", event, message)
         emit_event(
             event=event,

@@ -178,5 +178,5 @@ def _content(automation: Automation) -> dict[str, Any]:
     trigger = content["trigger"]
     trigger.pop("id", None)
     for name in ("after", "expect", "for_each"):  # sets
-        trigger[name] = sorted(trigger[name])
+        trigger[name] = sorted(trigger.get(name) or ())  # an operator may have set a trigger of another type
     return content

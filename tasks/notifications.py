@@ -47,11 +47,13 @@ _TOLD_FLOWS = ResourceSpecification(
 _ENDS = [StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED]
 _LATER_STATES = [*_ENDS, StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED]
 _CRASHED = "prefect.flow-run.Crashed"
-_NAME = "PipelineRL: {{ event.resource.name }}"
+_PLAIN = "|replace('<', '\u2039')|replace('@everyone', '@ everyone')|replace('@here', '@ here')"
+"""Text of a user in a message calls nobody and is no link, neither in Slack nor in Discord."""
+_NAME = "PipelineRL: {{ event.resource.name" + _PLAIN + " }}"
 _REASON = (
     "{% set is_done = event.resource['prefect.state-type'] == 'COMPLETED' %}"
-    "{{ (event.resource['prefect.state-message'] or ('finished without an error' if is_done else 'no message'))"
-    ".splitlines()|first|truncate(500) }}"
+    "{{ ((event.resource['prefect.state-message'] or ('finished without an error' if is_done else 'no message'))"
+    "|trim).splitlines()|first|truncate(500)" + _PLAIN + " }}"
 )
 """The first line of the message of the state; Prefect gives Completed none."""
 
@@ -88,7 +90,7 @@ def _alarm(blocks: Sequence[UUID]) -> Automation:
             threshold=1,
             within=timedelta(0),
         ),
-        actions=_messages(blocks, f"{_NAME}: {{{{ event.event }}}}", "{{ event.payload.message }}"),
+        actions=_messages(blocks, f"{_NAME}: {{{{ event.event }}}}", "{{ event.payload.message" + _PLAIN + " }}"),
     )
 
 

@@ -110,6 +110,8 @@ class RunWatch:
         self._start_step = run.config.trainer.steps
         self._read()
         self._start_step = self.committed_step
+        stored = self._follower.run.config
+        _quietly("alarms of earlier starts", lambda: self._alarms.skip(stored, self.commits, self._follower.last))
         """Newest step at the start: a resume after trainer.equal_reward_steps goes on."""
 
     def __enter__(self) -> "RunWatch":

@@ -105,10 +105,12 @@ def deploy(
     for wanted in restart_automations(max_resumes):
         deployed.automations[wanted.name] = apply_automation(wanted, reset=reset)
     told = [save_block(block) for block in blocks]
-    if not told and not reset:
+    if not told:
         told = sorted(set().union(*(notified.blocks for notified in read_notified())))
     for wanted in notifying_automations(told):
-        deployed.automations[wanted.name] = apply_automation(wanted, reset=reset, keeps_actions=not blocks)
+        deployed.automations[wanted.name] = apply_automation(
+            wanted, reset=reset, keeps_actions=not blocks and not reset
+        )
     deployed.notified = sorted({slug for notified in read_notified() for slug in notified.blocks.values()})
     return deployed
 

@@ -4,6 +4,8 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from itertools import chain, count
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import UUID
@@ -21,7 +23,7 @@ from prefect.blocks.notifications import (
 from prefect.client.orchestration import get_client
 from prefect.events import emit_event
 from prefect.events.actions import SendNotification
-from prefect.events.filters import EventFilter, EventNameFilter, EventRelatedFilter
+from prefect.events.filters import EventFilter, EventNameFilter, EventOccurredFilter, EventRelatedFilter
 from prefect.events.schemas.events import ReceivedEvent
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
@@ -35,9 +37,12 @@ BLOCK_NAME = "pipelinerl-notify"
 TEST_SECONDS = 20.0
 """Within which the server reports that a test message was sent."""
 _POLL_SECONDS = 0.5
+_CLOCKS = timedelta(hours=1)
+_MAX_REPORTS = 50
 _SENT, _FAILED = "prefect.automation.action.executed", "prefect.automation.action.failed"
 _TEST_MESSAGE = "a test message of `pipelinerl notify --test`"
 
+_SLUG = re.compile(r"[a-z0-9-]+/[A-Za-z0-9_-]+")
 _URL = re.compile(r"https?://[^\s/]+\S*", re.IGNORECASE)
 _SLACK = re.compile(r"https://hooks\.slack(-gov)?\.com/services/", re.IGNORECASE)
 _SLACK_WEBHOOK = re.compile(_SLACK.pattern + r"\w+/\w+/\w+/?", re.IGNORECASE)
@@ -66,15 +71,15 @@ def notification_blocks(entries: Sequence[str]) -> list[NotificationBlock]:
 
     Raises ConfigError, without the URL, which is a secret.
     """
-    made: dict[str, int] = {}
-    blocks = []
-    for entry in entries:
-        block = _block_of_url(entry) if "://" in entry else _load(entry)
+    blocks = [_block_of_url(entry) if "://" in entry else _load(entry) for entry in dict.fromkeys(entries)]
+    taken = {(block.get_block_type_slug(), block._block_document_name) for block in blocks}
+    for block in blocks:
         if block._block_document_id is None:
             slug = block.get_block_type_slug()
-            made[slug] = made.get(slug, 0) + 1
-            block._block_document_name = BLOCK_NAME if made[slug] == 1 else f"{BLOCK_NAME}-{made[slug]}"
-        blocks.append(block)
+            names = (f"{BLOCK_NAME}-{number}" for number in count(2))
+            name = next(name for name in chain([BLOCK_NAME], names) if (slug, name) not in taken)
+            block._block_document_name = name
+            taken.add((slug, name))
     return blocks
 
 
@@ -88,8 +93,12 @@ def save_block(block: NotificationBlock) -> UUID:
 
 
 def _block_of_url(url: str) -> NotificationBlock:
-    shown = f"--notify {urlsplit(url).scheme}://..."
-    if not _URL.fullmatch(url) or not urlsplit(url).hostname:
+    shown = f"--notify {url.partition('://')[0]}://..."
+    try:
+        has_host = bool(urlsplit(url).hostname)
+    except ValueError:
+        has_host = False
+    if not _URL.fullmatch(url) or not has_host:
         raise ConfigError(
             f"{shown}: no http(s) URL. For mail and other services create a notification block in the Prefect UI "
             "and give its TYPE/NAME, for example sendgrid-email/team"
@@ -118,6 +127,8 @@ def _block_of_url(url: str) -> NotificationBlock:
 
 
 def _load(slug: str) -> NotificationBlock:
+    if not _SLUG.fullmatch(slug):  # perhaps a URL without its scheme: a secret
+        raise ConfigError("--notify: neither an http(s) URL nor TYPE/NAME of a notification block in Prefect")
     try:
         block: Any = Block.load(slug)
     except ValueError as error:
@@ -206,8 +217,11 @@ def _await_actions(event: UUID, num: int) -> list[ReceivedEvent]:
     deadline = time.monotonic() + TEST_SECONDS
     with get_client(sync_client=True) as client:
         while True:
-            wanted = EventFilter(event=names, related=trigger)  # until now
-            events = client.read_events(wanted, limit=num).events
+            now = datetime.now(UTC)  # of this host, whose clock may differ from the server's
+            occurred = EventOccurredFilter(since=now - _CLOCKS, until=now + _CLOCKS)
+            wanted = EventFilter(event=names, related=trigger, occurred=occurred)
+            reports = client.read_events(wanted, limit=_MAX_REPORTS).events
+            events = [event for event in reports if event.payload.get("action_type") == "send-notification"]
             if len(events) >= num or time.monotonic() > deadline:
                 return events
             time.sleep(_POLL_SECONDS)

@@ -1,5 +1,7 @@
 """Which block `deploy --notify` makes of a URL; the URL is a secret."""
 
+from uuid import uuid4
+
 import httpx
 import pytest
 from prefect.blocks.notifications import NotificationError
@@ -49,8 +51,17 @@ def test_the_plain_webhook_posts_subject_and_body():
 
 
 def test_further_urls_of_a_service_get_names_of_their_own():
-    blocks = notification_blocks([PLAIN, SLACK, PLAIN])
+    blocks = notification_blocks([PLAIN, SLACK, PLAIN, f"{PLAIN}/2"])
     assert [block._block_document_name for block in blocks] == [BLOCK_NAME, BLOCK_NAME, f"{BLOCK_NAME}-2"]
+
+
+def test_a_url_does_not_overwrite_a_block_that_is_named_beside_it(monkeypatch):
+    (earlier,) = notification_blocks([SLACK])
+    object.__setattr__(earlier, "_block_document_id", uuid4())
+    monkeypatch.setattr(notification, "_load", lambda slug: earlier)
+    named, new = notification_blocks([f"slack-webhook/{BLOCK_NAME}", f"{SLACK}2"])
+    assert named is earlier
+    assert new._block_document_name == f"{BLOCK_NAME}-2"
 
 
 @pytest.mark.parametrize(
@@ -58,6 +69,9 @@ def test_further_urls_of_a_service_get_names_of_their_own():
     [
         ("mailto://user:abcdefghijklmnop@mail.example", "sendgrid-email/team"),
         ("http://", "no http(s) URL"),
+        ("https://[bad/abcdefghijklmnop", "no http(s) URL"),
+        (SLACK.removeprefix("https://"), "neither an http(s) URL nor TYPE/NAME"),
+        (SLACK.replace("://", ":/"), "neither an http(s) URL nor TYPE/NAME"),
         ("https://a b/abcdefghijklmnop", "no http(s) URL"),
         (SLACK.replace("B00000000/", ""), "an incoming webhook of Slack is"),
         (TEAMS.partition("?")[0], "no URL of a workflow of Teams"),

@@ -79,3 +79,15 @@ def test_a_part_of_a_mixture_without_a_trained_group_is_named_once(events):
     assert [event["event"] for event in events] == ["pipelinerl.part.failed"]
     assert events[0]["payload"]["message"].startswith("mixture.guess: all 8 groups failed")
     Alarms("plain").check_parts({"seed": 0}, None)
+
+
+def test_what_an_earlier_start_has_told_is_not_told_again(events):
+    fallen = commits(RISE + [0.0] * WINDOW_STEPS)
+    Alarms("r").check(fallen)
+    assert len(events) == 1
+    resumed = Alarms("r")
+    resumed.skip({"seed": 0}, fallen, None)
+    resumed.check(fallen)
+    assert len(events) == 1
+    resumed.emit(RUN_STALLED, "no step")
+    assert len(events) == 2

@@ -124,6 +124,12 @@ def test_a_failure_has_the_run_the_first_line_of_the_reason_and_all_links():
     ]
 
 
+def test_text_of_a_user_calls_nobody_and_is_no_link():
+    message = "\n  <!channel> @everyone see <https://evil.example|Flow run>"
+    _, body = render(ENDED, state_event("Failed", "FAILED", message), flow_run_with({}))
+    assert body.splitlines()[0] == "\u2039!channel> @ everyone see \u2039https://evil.example|Flow run>"
+
+
 def test_a_message_has_no_line_for_what_is_unknown():
     flow_run = flow_run_with({})
     subject, body = render(ENDED, state_event("Completed", "COMPLETED"), flow_run)
