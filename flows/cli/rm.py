@@ -40,9 +40,10 @@ def rm(
 ) -> None:
     """Remove whole runs: those that are named, or all under the root that match every condition.
 
-    Lists the runs with their objects and bytes first, and asks. A live run is refused. An interrupted removal can be
-    repeated. `latest` becomes the newest run that is left. A run that started from a removed run reads only the
-    exported model in its `model.path`. The records of MLflow and Prefect stay.
+    Lists the runs with their objects and bytes first, and asks. A live run is refused, and a run for which the
+    conditions do not hold right before its removal. An unreadable run is removed only by its name. An interrupted
+    removal can be repeated. `latest` becomes the newest run that is left. A run that started from a removed run
+    reads only the exported model in its `model.path`. The records of MLflow and Prefect stay.
 
     Examples: `pipelinerl rm quickstart-1a2b3c4d`, `pipelinerl rm --state finished --tag debug --older-than 30d`
     """
