@@ -99,20 +99,23 @@ def _collect_run(garbage: "Garbage", *, dry_run: bool, as_json: bool) -> None:
 def _collect_root(
     root: str, wanted: "Wanted", find: "Callable[[str], Garbage]", *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
+    from pipelinerl_core.storage.object_store import open_store
     from pipelinerl_core.tools.gc import delete_shared_memory, find_shared_memory
-    from pipelinerl_core.tools.retention import attempt_each, select_runs
+    from pipelinerl_core.tools.retention import attempt_each, origin_of, select_runs
 
     urls, errors = select_runs(root, [], wanted)
     garbage, failed = attempt_each(find, urls)
     errors |= failed
     memory = find_shared_memory(root)
     documents = {url: each.document() for url, each in garbage.items()}
-    lines = run_lines(run for run in documents.values() if run["num_objects"])
+    doomed = {url: run for url, run in documents.items() if run["num_objects"]}
+    if not (yes or dry_run):
+        doomed = {url: {**run, **origin_of(open_store(url))} for url, run in doomed.items()}
+    lines = run_lines(doomed.values())
     lines += [_memory_line(memory, "of killed runs")] * bool(memory)
     if not dry_run:
-        is_anything = memory or any(run["num_objects"] for run in documents.values())
         question = f"Remove this garbage of {total_text(documents.values())} under {root}?"
-        ask(lines, question, yes=yes or not is_anything)
+        ask(lines, question, yes=yes or not (memory or doomed))
         _, failed = attempt_each(lambda url: garbage[url].remove(), garbage)
         memory = delete_shared_memory(root, memory)
         errors |= failed

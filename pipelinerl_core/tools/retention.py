@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pipelinerl_core.errors import ConfigError, MissingObject, PipelineRLError, StoreError
-from pipelinerl_core.report.run_list import DAMAGE, ListedRun, Wanted, age, list_run, list_runs
+from pipelinerl_core.report.run_list import DAMAGE, Wanted, age, list_run, list_runs
 from pipelinerl_core.run.commits import read_all_commits
 from pipelinerl_core.run.hub_status import HubWatch, refuse_second_hub
 from pipelinerl_core.run.locate import (
@@ -199,7 +199,7 @@ class Removal:
         """Key -> bytes of each object of the run."""
         self.kept = sorted(listed.keys() - self.sizes.keys())
         """Objects that are not the run's; they stay."""
-        self._listed = list_run(self.store)
+        self._origin = origin_of(self.store)
 
     def document(self) -> dict[str, Any]:
         """The run, and what its removal frees, with leftovers of unfinished writes, as JSON values."""
@@ -208,7 +208,7 @@ class Removal:
             "url": self.url,
             "num_objects": len(self.sizes) + len(self._unfinished),
             "num_bytes": sum(self.sizes.values()) + sum(self._unfinished.values()),
-            **_origin(self._listed),
+            **self._origin,
             "kept": self.kept,
         }
 
@@ -256,8 +256,9 @@ class Removal:
             )
 
 
-def _origin(run: ListedRun | None) -> dict[str, Any]:
-    """Whose the run is, its state and its last activity, for the question before the removal."""
+def origin_of(store: Store) -> dict[str, Any]:
+    """Whose the run is, its state and its last activity, for the question before a removal."""
+    run = list_run(store)
     if run is None:
         return {"owner": "", "state": "unreadable", "active_at": 0.0}
     return {"owner": run.owner, "state": run.state, "active_at": run.active_at}
