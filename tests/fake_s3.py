@@ -163,12 +163,24 @@ class _Handler(BaseHTTPRequestHandler):
             server.uploads[upload][int(query["partNumber"])] = body
             return 200, b"", {"ETag": f'"{len(body)}"'}
         if self.command == "GET":
-            newest = "<Part><LastModified>2026-01-01T10:30:00Z</LastModified></Part>" if "alive" in path else ""
-            return 200, f"<R>{newest}</R>".encode(), {}
+            return self.list_parts(server.uploads[upload], int(query.get("part-number-marker", 0)))
         parts = server.uploads.pop(upload)
         if self.command == "POST":
             server.objects[path] = b"".join(parts[number] for number in sorted(parts))
         return 200, b"<R><ETag>1</ETag></R>", {}
+
+    def list_parts(self, parts: dict[int, bytes], after: int) -> tuple[int, bytes, dict[str, str]]:
+        """As S3, up to 1000 parts on a page."""
+        numbers = sorted(number for number in parts if number > after)
+        listed = "".join(
+            f"<Part><PartNumber>{number}</PartNumber><Size>{len(parts[number])}</Size>"
+            "<LastModified>2026-01-01T10:30:00Z</LastModified></Part>"
+            for number in numbers[:1000]
+        )
+        is_truncated = "true" if numbers[1000:] else "false"
+        last = max(numbers[:1000], default=0)
+        page = f"<IsTruncated>{is_truncated}</IsTruncated><NextPartNumberMarker>{last}</NextPartNumberMarker>{listed}"
+        return 200, f"<R>{page}</R>".encode(), {}
 
     def listing(self, bucket: str, prefix: str, delimiter: str) -> tuple[int, bytes, dict[str, str]]:
         """All keys on one page."""

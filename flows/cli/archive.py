@@ -5,13 +5,19 @@ from typing import Annotated
 
 import typer
 
-from pipelinerl.flows.cli.arguments import Json, OlderThan, Owner, Root, State, Tag
+from pipelinerl.flows.cli.arguments import Json, Root
 from pipelinerl.flows.cli.retention import (
+    OlderThan,
+    Owner,
     Runs,
+    State,
+    Tag,
     Yes,
     ask,
+    conditions,
     finish,
     progress,
+    refuse_removal,
     repeatable,
     require_selection,
     require_yes,
@@ -24,10 +30,10 @@ from pipelinerl.flows.cli.retention import (
 def archive(
     to: Annotated[str, typer.Option("--to", metavar="ROOT", help="The other root: a path or s3://bucket/prefix.")],
     runs: Runs = None,
-    owner: Owner = "",
-    tag: Tag = "",
-    state: State = "",
-    older_than: OlderThan = "",
+    owner: Owner = None,
+    tag: Tag = None,
+    state: State = None,
+    older_than: OlderThan = None,
     remove: Annotated[
         bool, typer.Option("--remove", help="Then remove the original, as `rm` does; refused for a live run.")
     ] = False,
@@ -46,24 +52,24 @@ def archive(
     Examples: `pipelinerl archive latest --to s3://backup/runs`, `pipelinerl archive --state finished --older-than 30d
     --to /archive/runs --remove`
     """
-    from pipelinerl_core.report.run_list import Wanted
     from pipelinerl_core.run.locate import root_url
     from pipelinerl_core.storage.object_store import check_writable, open_store
     from pipelinerl_core.tools.archive import Archive, archive_runs
     from pipelinerl_core.tools.retention import attempt_each, select_runs
 
-    wanted = Wanted(owner=owner, tag=tag, state=state, older_than=older_than)
+    wanted = conditions(owner, tag, state, older_than)
     require_selection(runs or [], wanted)
+    if remove:
+        refuse_removal(wanted)
     require_yes(yes=yes, dry_run=dry_run or not remove)
     other = open_store(to)
-    if not dry_run:
-        check_writable(other)
     with repeatable("archive"):
-        urls, errors = select_runs(root_url(root), runs or [], wanted)
-        archives, refused = attempt_each(partial(Archive, to=other.url, removes=remove), urls)
+        urls, errors = select_runs(root_url(root), runs or [], wanted, only_own=remove)
+        archives, refused = attempt_each(partial(Archive, to=other.url, removes=remove, wanted=wanted), urls)
         errors |= refused
         documents = {url: archive.document() for url, archive in archives.items()}
         if archives and not dry_run:
+            check_writable(other)
             if remove:
                 doomed = [archive.removal.document() for archive in archives.values() if archive.removal]
                 ask(run_lines(doomed), f"Copy to {other.url}, then remove {total_text(doomed)}?", yes=yes)

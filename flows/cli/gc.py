@@ -6,11 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipelinerl.flows.cli.arguments import Json, OlderThan, Owner, Root, State, Tag, complete_run
+from pipelinerl.flows.cli.arguments import Json, Root, complete_run
 from pipelinerl.flows.cli.console import answer
 from pipelinerl.flows.cli.retention import (
+    OlderThan,
+    Owner,
+    State,
+    Tag,
     Yes,
     ask,
+    conditions,
     finish,
     objects_text,
     repeatable,
@@ -29,17 +34,17 @@ if TYPE_CHECKING:
 
 def gc(
     run: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="[RUN]",
             help="A run: id under the root, `latest`, path or URL. Without RUN: all runs under the root that match.",
             autocompletion=complete_run,
         ),
-    ] = "",
-    owner: Owner = "",
-    tag: Tag = "",
-    state: State = "",
-    older_than: OlderThan = "",
+    ] = None,
+    owner: Owner = None,
+    tag: Tag = None,
+    state: State = None,
+    older_than: OlderThan = None,
     rollouts: Annotated[
         bool,
         typer.Option("--rollouts", help="Also delete segments of decided groups; batches keep the trained rollouts."),
@@ -60,14 +65,13 @@ def gc(
 
     Examples: `pipelinerl gc latest --rollouts --dry-run`, `pipelinerl gc --older-than 7d --yes`
     """
-    from pipelinerl_core.report.run_list import Wanted
     from pipelinerl_core.run.locate import locate_run, root_url
     from pipelinerl_core.tools.gc import find_garbage
 
-    wanted = Wanted(owner=owner, tag=tag, state=state, older_than=older_than)
-    require_selection([run] if run else [], wanted, may_be_all=True)
+    wanted = conditions(owner, tag, state, older_than)
+    require_selection([run] if run is not None else [], wanted, may_be_all=True)
     find = partial(find_garbage, with_rollouts=rollouts, now=now or dry_run)
-    if run:
+    if run is not None:
         _collect_run(find(locate_run(run, root)), dry_run=dry_run, as_json=as_json)
         return
     require_yes(yes=yes, dry_run=dry_run)
@@ -79,10 +83,11 @@ def _collect_run(garbage: "Garbage", *, dry_run: bool, as_json: bool) -> None:
     from pipelinerl_core.tools.gc import delete_shared_memory, find_shared_memory
 
     document = garbage.document()
-    memory = find_shared_memory(document["url"].rpartition("/")[0])
+    root = document["url"].rpartition("/")[0]
+    memory = find_shared_memory(root)
     if not dry_run:
         garbage.remove()
-        delete_shared_memory(memory)
+        memory = delete_shared_memory(root, memory)
     verb = "would be removed" if dry_run else "removed"
     lines = [f"{name}: {objects_text(len(document[name]), size)} {verb}" for name, size in document["bytes"].items()]
     lines.append(_memory_line(memory, verb))
@@ -94,21 +99,25 @@ def _collect_run(garbage: "Garbage", *, dry_run: bool, as_json: bool) -> None:
 def _collect_root(
     root: str, wanted: "Wanted", find: "Callable[[str], Garbage]", *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
+    from pipelinerl_core.storage.object_store import open_store
     from pipelinerl_core.tools.gc import delete_shared_memory, find_shared_memory
-    from pipelinerl_core.tools.retention import attempt_each, select_runs
+    from pipelinerl_core.tools.retention import attempt_each, origin_of, select_runs
 
     urls, errors = select_runs(root, [], wanted)
     garbage, failed = attempt_each(find, urls)
     errors |= failed
     memory = find_shared_memory(root)
     documents = {url: each.document() for url, each in garbage.items()}
-    lines = run_lines(run for run in documents.values() if run["num_objects"])
+    doomed = {url: run for url, run in documents.items() if run["num_objects"]}
+    if not (yes or dry_run):
+        doomed = {url: {**run, **origin_of(open_store(url))} for url, run in doomed.items()}
+    lines = run_lines(doomed.values())
     lines += [_memory_line(memory, "of killed runs")] * bool(memory)
     if not dry_run:
-        is_anything = memory or any(run["num_objects"] for run in documents.values())
-        ask(lines, f"Remove this garbage of {total_text(documents.values())}?", yes=yes or not is_anything)
+        question = f"Remove this garbage of {total_text(documents.values())} under {root}?"
+        ask(lines, question, yes=yes or not (memory or doomed))
         _, failed = attempt_each(lambda url: garbage[url].remove(), garbage)
-        delete_shared_memory(memory)
+        memory = delete_shared_memory(root, memory)
         errors |= failed
         documents = {url: run for url, run in documents.items() if url not in failed}
         lines = [_memory_line(memory, "removed")] * bool(memory)

@@ -20,6 +20,13 @@ Runs = Annotated[
         metavar="[RUN]...", help="Runs: ids under the root, `latest`, paths or URLs.", autocompletion=complete_run
     ),
 ]
+Owner = Annotated[str | None, typer.Option(help="Only runs of this owner, as a whole: user, or user@host.")]
+Tag = Annotated[str | None, typer.Option(help="Only runs with this tag: team:alice, or team for any value.")]
+State = Annotated[str | None, typer.Option(help="Only running, stopped, finished or unreadable runs.")]
+OlderThan = Annotated[
+    str | None,
+    typer.Option(metavar="AGE", help="Only runs whose newest commit, else whose start, is older: 90min, 12h, 30d."),
+]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask before the removal; required without a terminal.")]
 
 
@@ -33,17 +40,45 @@ def ask(lines: list[str], question: str, *, yes: bool) -> None:
     """Show what will be removed, and ask without --yes; ends the command if the answer is not yes."""
     for line in lines:
         say(line)
-    if not yes:
-        typer.confirm(question, abort=True, err=True)
+    if yes:
+        return
+    try:
+        is_wanted = typer.confirm(question, err=True)
+    except typer.Abort:  # Ctrl-C
+        raise KeyboardInterrupt from None
+    if not is_wanted:
+        raise typer.Abort
+
+
+def conditions(owner: str | None, tag: str | None, state: str | None, older_than: str | None) -> "Wanted":
+    """The conditions that are given. Raises ConfigError for an empty text, which would select every run."""
+    from pipelinerl_core.report.run_list import Wanted
+
+    given = {"owner": owner, "tag": tag, "state": state, "older_than": older_than}
+    for name, text in given.items():
+        if text is not None and not text.strip():
+            raise ConfigError(f"--{name.replace('_', '-')} is empty: give a text, or leave the option out")
+    return Wanted(**{name: text for name, text in given.items() if text is not None}, is_exact=True)
+
+
+def refuse_removal(wanted: "Wanted") -> None:
+    """Raise ConfigError for the states of runs that no condition removes."""
+    if wanted.state == "running":
+        raise ConfigError("--state running: a live run is not removed. Stop it first, for example with `drain`")
+    if wanted.state == "unreadable":
+        raise ConfigError(
+            "--state unreadable: the store may have refused to read these runs; an unreadable run is removed only by "
+            "its name"
+        )
 
 
 def require_selection(runs: list[str], wanted: "Wanted", *, may_be_all: bool = False) -> None:
     """Raise ConfigError for runs with conditions, and unless `may_be_all` for neither."""
-    conditions = "--owner, --tag, --state or --older-than"
+    options = "--owner, --tag, --state or --older-than"
     if runs and wanted:
-        raise ConfigError(f"give either runs or {conditions}, not both")
+        raise ConfigError(f"give either runs or {options}, not both")
     if not (runs or wanted or may_be_all):
-        raise ConfigError(f"give runs, or {conditions}")
+        raise ConfigError(f"give runs, or {options}")
 
 
 def size_text(num_bytes: int) -> str:
@@ -60,8 +95,20 @@ def objects_text(num_objects: int, num_bytes: int) -> str:
 
 
 def run_lines(documents: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A line for each run."""
-    return [f"{run['run_id']}: {objects_text(run['num_objects'], run['num_bytes'])}" for run in documents]
+    """A line for each run; of a removal also whose it is, and what stays."""
+    return [_run_line(run) for run in documents]
+
+
+def _run_line(run: Mapping[str, Any]) -> str:
+    from pipelinerl_core.report.run_list import age
+
+    line = f"{run['run_id']}: {objects_text(run['num_objects'], run['num_bytes'])}"
+    if "state" in run:
+        facts = (run["owner"], run["state"], age(run["active_at"]), run["url"].rpartition("/")[0])
+        line += f" ({', '.join(filter(None, facts))})"
+    if kept := run.get("kept"):
+        line += f"; {len(kept)} objects that are not the run's stay, such as {kept[0]}"
+    return line
 
 
 def total_text(documents: Iterable[Mapping[str, Any]]) -> str:

@@ -1,16 +1,23 @@
 """`pipelinerl rm`: removes whole runs."""
 
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from pipelinerl.flows.cli.arguments import Json, OlderThan, Owner, Root, State, Tag
+from pipelinerl.flows.cli.arguments import Json, Root
 from pipelinerl.flows.cli.retention import (
+    OlderThan,
+    Owner,
     Runs,
+    State,
+    Tag,
     Yes,
     ask,
+    conditions,
     finish,
     progress,
+    refuse_removal,
     repeatable,
     require_selection,
     require_yes,
@@ -22,10 +29,10 @@ from pipelinerl.flows.cli.retention import (
 
 def rm(
     runs: Runs = None,
-    owner: Owner = "",
-    tag: Tag = "",
-    state: State = "",
-    older_than: OlderThan = "",
+    owner: Owner = None,
+    tag: Tag = None,
+    state: State = None,
+    older_than: OlderThan = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed; remove nothing.")] = False,
     yes: Yes = False,
     root: Root = "",
@@ -33,25 +40,23 @@ def rm(
 ) -> None:
     """Remove whole runs: those that are named, or all under the root that match every condition.
 
-    Lists the runs with their objects and bytes first, and asks. A live run is refused. An interrupted removal can be
-    repeated. `latest` becomes the newest run that is left. A run that started from a removed run reads only the
-    exported model in its `model.path`. The records of MLflow and Prefect stay.
+    Lists the runs with their objects and bytes first, and asks. A live run is refused, and a run for which the
+    conditions do not hold right before its removal. An unreadable run is removed only by its name. An interrupted
+    removal can be repeated. `latest` becomes the newest run that is left. A run that started from a removed run
+    reads only the exported model in its `model.path`. The records of MLflow and Prefect stay.
 
     Examples: `pipelinerl rm quickstart-1a2b3c4d`, `pipelinerl rm --state finished --tag debug --older-than 30d`
     """
-    from pipelinerl_core.errors import ConfigError
-    from pipelinerl_core.report.run_list import Wanted
     from pipelinerl_core.run.locate import root_url
     from pipelinerl_core.tools.retention import Removal, attempt_each, remove_runs, select_runs
 
-    wanted = Wanted(owner=owner, tag=tag, state=state, older_than=older_than)
+    wanted = conditions(owner, tag, state, older_than)
     require_selection(runs or [], wanted)
-    if state == "running":
-        raise ConfigError("--state running: a live run is not removed. Stop it first, for example with `drain`")
+    refuse_removal(wanted)
     require_yes(yes=yes, dry_run=dry_run)
     with repeatable("rm"):
-        urls, errors = select_runs(root_url(root), runs or [], wanted)
-        removals, refused = attempt_each(Removal, urls)
+        urls, errors = select_runs(root_url(root), runs or [], wanted, only_own=True)
+        removals, refused = attempt_each(partial(Removal, wanted=wanted), urls)
         errors |= refused
         documents = {url: removal.document() for url, removal in removals.items()}
         if removals and not dry_run:

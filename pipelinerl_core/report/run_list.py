@@ -42,9 +42,9 @@ SORTS: Mapping[str, Callable[["ListedRun"], Any]] = MappingProxyType(
 )
 """Orders of the list; the largest value is first, of texts the smallest, and runs without a value are last."""
 _THREADS = 8
-_DAMAGE = (TypeError, ValueError, AttributeError, KeyError)
-"""Raised by records whose values have other types."""
 """Runs that are read at once; a hub on another host is watched for up to five seconds."""
+DAMAGE = (OSError, TypeError, ValueError, AttributeError, KeyError)
+"""Raised by records whose values have other types, and by files that cannot be read."""
 _UNIT_SECONDS = MappingProxyType({"d": 86400, "h": 3600, "min": 60})
 _AGE = re.compile(r"(\d+(?:\.\d+)?) ?(d|h|min)")
 
@@ -100,6 +100,8 @@ class Wanted:
 
     owner: str = ""
     """A part of the owner."""
+    is_exact: bool = False
+    """The owner is the whole `user` or `user@host`."""
     tag: str = ""
     """A tag, `team:alice`, or the key of one, `team`."""
     state: str = ""
@@ -127,6 +129,8 @@ class Wanted:
 
     def _fits(self, owner: str, tags: Iterable[str]) -> bool:
         has_tag = not self.tag or any(tag == self.tag or tag.partition(":")[0] == self.tag for tag in tags)
+        if self.owner and self.is_exact:
+            return has_tag and self.owner in (owner, owner.partition("@")[0])
         return has_tag and self.owner in owner
 
     def matches(self, run: ListedRun) -> bool:
@@ -166,6 +170,12 @@ def list_runs(
         return listed[:limit] if limit else listed
 
 
+def list_run(store: ObjectStore, commits: Commits | None = None) -> ListedRun | None:
+    """One run, as `list_runs` has it; None if there is none. commits: those that the caller has read."""
+    record = _record(store)
+    return _listed(store, record, commits=commits) if record else None
+
+
 def sorted_runs(runs: Sequence[ListedRun], sort: str) -> list[ListedRun]:
     """The runs in the order of a key of SORTS."""
     value = SORTS[sort]
@@ -187,19 +197,25 @@ def _record(store: ObjectStore) -> RunRecord | str | None:
         return None
     except StoreUnavailable:
         raise
-    except (StoreError, *_DAMAGE) as error:
+    except (StoreError, *DAMAGE) as error:
         return f"{RUN_KEY}: {error}"
 
 
-def _listed(store: ObjectStore, record: RunRecord | str, watches: dict[str, HubWatch] | None = None) -> ListedRun:
+def _listed(
+    store: ObjectStore,
+    record: RunRecord | str,
+    watches: dict[str, HubWatch] | None = None,
+    commits: Commits | None = None,
+) -> ListedRun:
     run_id = store.url.rpartition("/")[2]
     if isinstance(record, str):
         return ListedRun(run_id=run_id, created_at=0.0, state="unreadable", url=store.url, problem=record)
     try:
-        return _read(store, record, (watches if watches is not None else {}).setdefault(store.url, HubWatch(store)))
+        watch = (watches if watches is not None else {}).setdefault(store.url, HubWatch(store))
+        return _read(store, record, watch, commits if commits is not None else read_commits(store))
     except StoreUnavailable:
         raise
-    except (StoreError, *_DAMAGE) as error:
+    except (StoreError, *DAMAGE) as error:
         return ListedRun(
             run_id=run_id,
             created_at=record.created_at,
@@ -211,8 +227,7 @@ def _listed(store: ObjectStore, record: RunRecord | str, watches: dict[str, HubW
         )
 
 
-def _read(store: ObjectStore, record: RunRecord, watch: HubWatch) -> ListedRun:
-    commits = read_commits(store)
+def _read(store: ObjectStore, record: RunRecord, watch: HubWatch, commits: Commits) -> ListedRun:
     last = next(iter(commits.newest(1)), None)
     steps = planned_steps(store, record)
     step = last.step if last else 0
@@ -259,7 +274,8 @@ def _gpus(store: ObjectStore, record: RunRecord) -> int:
 
 def _tags(record: RunRecord) -> tuple[str, ...]:
     tracking = record.config.get("tracking")
-    return tuple(tracking.get("tags", ())) if isinstance(tracking, Mapping) else ()
+    tags = tracking.get("tags") if isinstance(tracking, Mapping) else ()
+    return tuple(tag for tag in tags if isinstance(tag, str)) if isinstance(tags, (list, tuple)) else ()
 
 
 def _accuracy(store: ObjectStore, versions: Sequence[int]) -> float | None:

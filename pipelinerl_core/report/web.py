@@ -201,7 +201,8 @@ def _filters(query: Mapping[str, list[str]]) -> tuple[Wanted, str]:
     if sort not in SORTS:
         _refuse(f"sort must be {', '.join(SORTS)}.")
     try:
-        return Wanted(**{name: given.get(name, "") for name in ("owner", "tag", "state", "older_than")}), sort
+        owner, tag, state, older_than = (given.get(name, "") for name in ("owner", "tag", "state", "older_than"))
+        return Wanted(owner=owner, tag=tag, state=state, older_than=older_than), sort
     except ConfigError as error:
         _refuse(str(error))
 

@@ -58,16 +58,17 @@ def plain_name(source: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", Path(source).name.removesuffix(".toml").lower()).strip("-") or "run"
 
 
-def locate_run(run: str, root: str, *, of_all: bool = False) -> str:
+def locate_run(run: str, root: str, *, of_all: bool = False, only_own: bool = False) -> str:
     """URL of a run given as an id under the root, `latest`, a path or a URL; ConfigError if there is no such run.
 
     of_all: `latest` is the run that anybody has started or resumed last, and not that of this user.
+    only_own: `latest` is never the run of another user: without an own run, ConfigError.
     """
     if "://" in run or "/" in run or run in (".", ".."):
         store = open_store(run)
     else:
         base = open_store(root_url(root))
-        store = base.child(_latest_id(base, of_all=of_all) if run == "latest" else _plain_id(run))
+        store = base.child(_latest_id(base, of_all=of_all, only_own=only_own) if run == "latest" else _plain_id(run))
     if not store.exists(RUN_KEY):
         raise ConfigError(
             f"{run}: no run at {store.url}. Give an id under --root, `latest`, or the path or URL of a run"
@@ -75,14 +76,16 @@ def locate_run(run: str, root: str, *, of_all: bool = False) -> str:
     return store.url
 
 
-def _latest_id(base: ObjectStore, *, of_all: bool) -> str:
-    """A user without a run, or whose last run was removed, gets the newest run of all users."""
+def _latest_id(base: ObjectStore, *, of_all: bool, only_own: bool) -> str:
+    """A user without a run, or whose last run was removed, gets the newest run of all users unless `only_own`."""
     try:
         if not of_all:
             with suppress(MissingObject):
                 own = _named_run(base, _latest_key(_user()))
                 if base.child(own).exists(RUN_KEY):
                     return own
+        if only_own:
+            raise ConfigError(f"latest: you have no run under {base.url}, or it was removed. Name the run by its id")
         return _named_run(base, LATEST_KEY)
     except MissingObject:
         raise ConfigError(

@@ -99,6 +99,17 @@ KEY_PATTERNS: Mapping[str, re.Pattern[str]] = MappingProxyType(
 """Folder -> its keys. `run.reading.list_keys` leaves other files out, such as an editor's backup."""
 
 
+_OTHER_KEYS = re.compile(
+    r"(run|hub|control|resume|starts|prediction|garbage|report)\.json|report\.html|weights\.parquet"
+    r"|code/[^/]+\.py|marks/.+|broadcasts/[^/]+\.json|check-[0-9a-f]+(/check)?"
+)
+
+
+def is_run_key(key: str) -> bool:
+    """Whether a run has such a key; other objects at the place of a run belong to somebody else."""
+    return any(pattern.fullmatch(key) for pattern in (*KEY_PATTERNS.values(), _OTHER_KEYS))
+
+
 def holds_adapters(manifest: WeightManifest) -> bool:
     """Whether a version holds adapters only, which readers merge into the starting model."""
     return any(entry.name == ADAPTERS_FILE for entry in manifest.files)

@@ -125,6 +125,24 @@ class FileStore:
             if path.name.startswith(TEMPORARY_PREFIX) and _is_abandoned(path):
                 path.unlink(missing_ok=True)
 
+    def find_link(self) -> Path | None:
+        """A link that listings do not follow: this directory, a directory below it, or a link to nothing; or None."""
+        if self._root.is_symlink():
+            return self._root
+        for directory, folders, files in os.walk(self._root):
+            folders[:] = [name for name in folders if not name.startswith(HIDDEN_PREFIX)]
+            for path in (Path(directory, name) for name in [*folders, *files] if not name.startswith(HIDDEN_PREFIX)):
+                if path.is_symlink() and not path.is_file():
+                    return path
+        return None
+
+    def written_at(self, key: str) -> float:
+        """Unix time of the last write by the clock of the file system; 0 without the object."""
+        try:
+            return self._call("look up", key, self._path(key).stat).st_mtime
+        except MissingObject:
+            return 0.0
+
     def remove_empty(self, prefix: str) -> None:
         """Remove the directories without files at and below a prefix; another process may use them."""
         for directory, _, _ in os.walk(self._root / check_prefix(prefix), topdown=False):

@@ -273,7 +273,7 @@ class S3Store:
             )  # fmt: skip
             for upload in page.get("Uploads", ()):
                 target = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
-                parts = self._request("list parts of", upload["Key"], "list_parts", **target).get("Parts", ())
+                parts = [*self._parts(target)]
                 newest = max([upload["Initiated"], *(part["LastModified"] for part in parts)])
                 if (_time_of(page) - newest).total_seconds() > ABANDONED_SECONDS:
                     key = f"{bucket}/{upload['Key']}".removeprefix(f"{self._root}/")
@@ -281,6 +281,16 @@ class S3Store:
             if not page.get("IsTruncated"):
                 return
             marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    def _parts(self, target: dict[str, str]) -> Iterator[dict[str, Any]]:
+        """All parts of an upload; a page has up to 1000."""
+        marker: dict[str, Any] = {}
+        while True:
+            page = self._request("list parts of", target["Key"], "list_parts", **target, **marker)
+            yield from page.get("Parts", ())
+            if not page.get("IsTruncated"):
+                return
+            marker = {"PartNumberMarker": page["NextPartNumberMarker"]}
 
     def discard(self, names: Iterable[str]) -> None:
         """End the uploads that `unfinished` returned."""

@@ -11,10 +11,13 @@ Objects by which a run looks live, and requests and notes that concern this plac
 
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
+from threading import Lock
 from typing import Any
 
-from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject, PipelineRLError
+from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject, PipelineRLError, StoreError
+from pipelinerl_core.report.run_list import DAMAGE, Wanted
 from pipelinerl_core.run.hub_status import HubWatch
 from pipelinerl_core.run.locate import refuse_if_live
 from pipelinerl_core.run.reading import list_keys, parse_record
@@ -36,7 +39,15 @@ from pipelinerl_core.run.records import (
 from pipelinerl_core.storage.digests import digest
 from pipelinerl_core.storage.exclusive import MARKS_PREFIX
 from pipelinerl_core.storage.object_store import Store, open_store
-from pipelinerl_core.tools.retention import Advance, Removal, in_parallel, remove_runs, run_id_of
+from pipelinerl_core.tools.retention import (
+    Advance,
+    Removal,
+    as_error,
+    in_parallel,
+    refuse_foreign,
+    remove_runs,
+    run_id_of,
+)
 
 _ORDER = (
     "checkpoints", COMMITS_PREFIX, COMPACTED_COMMITS_PREFIX, "epochs", "code", BATCHES_PREFIX, "weights", "rollouts",
@@ -59,18 +70,21 @@ _LARGE_BYTES = 32 << 20
 class Archive:
     """The copy of a run at another root."""
 
-    def __init__(self, url: str, to: str, *, removes: bool = False) -> None:
+    def __init__(self, url: str, to: str, *, removes: bool = False, wanted: Wanted | None = None) -> None:
         """List the objects; nothing is copied. to: URL of the other root. removes: the original is to be removed.
 
-        Raises ConfigError if the other root is the same root, if a run that has gone on in another way is there, or,
-        for a removal, if the run is live.
+        wanted: the conditions that have selected the run. Raises ConfigError if the other root is the same root or
+        inside a run, if a run that has gone on in another way is there, if the run has a link to a directory or
+        another run inside, or, for a removal, if the run is live.
         """
         self.url = url
         self._source = open_store(url)
         self._target = open_store(to).child(run_id_of(url))
         if f"{self._target.url}/".startswith(f"{url}/"):
             raise ConfigError(_SAME_PLACE.format(url=url))
-        self.removal = Removal(url) if removes else None
+        _refuse_inside_run(to)
+        refuse_foreign(self._source, self._source.list(""))
+        self.removal = Removal(url, wanted) if removes else None
         self._is_live = HubWatch(self._source).find_live() is not None
         _refuse_other_run(self._source, self._target)
         self.sizes: Mapping[str, int] = _listed(self._source)
@@ -78,6 +92,8 @@ class Archive:
         self.written: list[str] = []
         """Keys that `copy` has written; the other objects were there."""
         self.is_removed = False
+        self._lock = Lock()
+        self._is_listed = False
 
     def document(self) -> dict[str, Any]:
         """The run and its copy, as JSON values."""
@@ -93,7 +109,8 @@ class Archive:
         """
         refuse_if_live(self._target.url)
         self._refuse_same_place()
-        there = self._target.sizes("")
+        there = {key: size for key, size in self._target.sizes("").items() if key != RUN_KEY}
+        self._is_listed = self._target.exists(RUN_KEY)
         copied: dict[str, int] = {}
         for folder in _ORDER:
             self._copy_folder(folder, there, copied, advance)
@@ -101,7 +118,7 @@ class Archive:
             key: size for key, size in _listed(self._source).items() if key != RUN_KEY
         }:
             raise PipelineRLError(f"{self.url}: the objects of the run have changed during the copy: repeat it")
-        self._copy_object(RUN_KEY, there, advance)
+        self._copy_run_json(advance)
         self.sizes = {**copied, RUN_KEY: self.sizes.get(RUN_KEY, 0)}
 
     def check_removal(self) -> None:
@@ -138,6 +155,18 @@ class Archive:
             if None not in done.values():
                 return
 
+    def _copy_run_json(self, advance: Advance) -> None:
+        """Compare run.json if nothing was written, else write it."""
+        known = {RUN_KEY: self._target.sizes("").get(RUN_KEY, -1)} if self._is_listed else {}
+        self._copy_object(RUN_KEY, known, advance)
+
+    def _unlist_target(self) -> None:
+        """Remove run.json of an earlier copy before the first write: an interrupted copy is not listed as a run."""
+        with self._lock:
+            if self._is_listed:
+                self._target.delete([RUN_KEY])
+                self._is_listed = False
+
     def _copy_object(self, key: str, there: Mapping[str, int], advance: Advance) -> int | None:
         """Bytes of the object; None if a live run has removed the object since the listing."""
         try:
@@ -148,6 +177,7 @@ class Archive:
             return None
         size, expected = len(data), digest(data)
         if there.get(key) != size or digest(self._target.get(key)) != expected:
+            self._unlist_target()
             self._target.put(key, data)
             self.written.append(key)
             del data  # large objects: only one copy in memory
@@ -167,8 +197,8 @@ def archive_runs(archives: Iterable[Archive], advance: Callable[[str, int], None
         try:
             archive.copy(partial(advance, run_id_of(archive.url)))
             archive.check_removal()
-        except PipelineRLError as error:
-            errors[archive.url] = error
+        except (PipelineRLError, *DAMAGE) as error:
+            errors[archive.url] = as_error(error)
             continue
         if archive.removal is not None:
             errors |= remove_runs([archive.removal], lambda *_: None)
@@ -178,6 +208,16 @@ def archive_runs(archives: Iterable[Archive], advance: Callable[[str, int], None
 
 def _listed(store: Store, folder: str = "") -> dict[str, int]:
     return {key: size for key, size in store.sizes(folder).items() if not key.startswith(_LEFT_OUT)}
+
+
+def _refuse_inside_run(root: str) -> None:
+    """Raise ConfigError if a root is a run, or is inside of a run: a removal of that run would remove the copies."""
+    url = open_store(root).url
+    while url.partition("://")[2].strip("/"):
+        with suppress(StoreError):  # a prefix above the root that this user may not list
+            if open_store(url).exists(RUN_KEY):
+                raise ConfigError(f"--to: {root} is inside the run {url}. Give another root")
+        url = url.rpartition("/")[0]
 
 
 def _refuse_other_run(source: Store, target: Store) -> None:

@@ -24,9 +24,8 @@ trainer removes its checkpoints itself.
 
 import functools
 import shlex
-import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +41,7 @@ from pipelinerl_core.run.compacted import list_commits
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import lost_commits, read_epochs
 from pipelinerl_core.run.hub_status import HubWatch, refuse_second_hub
-from pipelinerl_core.run.locate import abandoned_shared_memory
+from pipelinerl_core.run.locate import abandoned_shared_memory, remove_left_shared_memory, shared_memory_of
 from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import (
     GARBAGE_KEY,
@@ -55,6 +54,7 @@ from pipelinerl_core.run.records import (
     parse_retired_key,
 )
 from pipelinerl_core.run.versions import remove_weights, retained, stored_versions
+from pipelinerl_core.storage.object_store import open_store
 
 LIVE_MARGIN = 10
 """Steps between the newest commit of a live run and the commit that defines the garbage."""
@@ -282,10 +282,14 @@ def find_shared_memory(root: str) -> dict[str, int]:
     return {str(directory): _size_of(directory) for directory in abandoned_shared_memory(root)}
 
 
-def delete_shared_memory(directories: Iterable[str]) -> None:
-    """Remove results of `find_shared_memory`."""
+def delete_shared_memory(root: str, directories: Mapping[str, int]) -> dict[str, int]:
+    """Remove results of `find_shared_memory` that no process has begun to use since; those that are gone."""
+    base = open_store(root)
     for directory in directories:
-        shutil.rmtree(directory, ignore_errors=True)
+        run_id = Path(directory).name.removeprefix(shared_memory_of("").name)
+        with suppress(StoreError, OSError):  # a run that cannot be read keeps its directory
+            remove_left_shared_memory(base.child(run_id), run_id)
+    return {directory: size for directory, size in directories.items() if not Path(directory).exists()}
 
 
 def _size_of(directory: Path) -> int:

@@ -124,6 +124,12 @@ def test_uploads_of_killed_writers_are_found_after_an_hour_by_the_clock_of_the_s
     assert set(server.uploads) == {"/bucket/run/alive@2", "/bucket/run/b@3"}
 
 
+def test_all_parts_of_an_upload_are_counted(server):
+    server.uploads = {"/bucket/run/a@1": dict.fromkeys(range(1, 2502), b"xy")}
+    server.hour = 12
+    assert open_store("s3://bucket/run").unfinished() == {"a?uploadId=/bucket/run/a@1": 5002}
+
+
 def test_a_store_that_cannot_list_uploads_has_none(server, caplog):
     server.fault = lambda asked: 501
     assert open_store("s3://bucket/run").unfinished() == {}

@@ -6,7 +6,10 @@ import socket
 import time
 
 import psutil
+from typer.testing import CliRunner
 
+from pipelinerl.flows import cli
+from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.run.hub_status import process_mark
@@ -66,3 +69,21 @@ def contents(root: ObjectStore, name: str) -> dict[str, bytes]:
     """Key -> bytes of a run."""
     store = root.child(name)
     return {key: store.get(key) for key in store.list("")}
+
+
+def do(*arguments, code=0):
+    """The JSON document of a command."""
+    ended = CliRunner().invoke(cli.app, [*map(str, arguments), "--json"])
+    assert ended.exit_code == code, (ended.exception, ended.output)
+    return json.loads(ended.stdout)
+
+
+def refused(*arguments):
+    """The error of a command that is refused with exit code 2."""
+    ended = CliRunner().invoke(cli.app, [*map(str, arguments)])
+    assert isinstance(ended.exception, ConfigError), ended.output
+    return str(ended.exception)
+
+
+def nothing(*_):
+    """No progress is shown."""

@@ -254,7 +254,7 @@ def test_shared_memory_of_killed_runs_is_counted_and_removed(tmp_path, monkeypat
     (left / "weights").write_bytes(b"12345")
     directories = find_shared_memory(f"{tmp_path}/runs")
     assert directories == {str(left): 5}
-    delete_shared_memory(directories)
+    assert delete_shared_memory(f"{tmp_path}/runs", directories) == directories
     assert not left.exists()
 
 

@@ -5,9 +5,7 @@ import mmap
 import uuid
 
 import pytest
-from typer.testing import CliRunner
 
-from pipelinerl.flows import cli
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError, StoreError
 from pipelinerl_core.report.run_list import Wanted, list_runs
 from pipelinerl_core.run import locate
@@ -23,28 +21,10 @@ from pipelinerl_core.tools.retention import Removal, remove_runs, select_runs
 from tests.builders import put_epoch
 from tests.conftest import use_endpoint
 from tests.fake_s3 import serving
-from tests.unit.tools.retention_case import GARBAGE, contents, write_old_run
+from tests.unit.tools.retention_case import GARBAGE, contents, do, nothing, refused, write_old_run
 
 STATES = ("finished", "stopped", "running")
 LEFT_OUT = {HUB_KEY, CONTROL_KEY, GARBAGE_KEY}
-
-
-def do(*arguments, code=0):
-    """The JSON document of a command."""
-    ended = CliRunner().invoke(cli.app, [*map(str, arguments), "--json"])
-    assert ended.exit_code == code, (ended.exception, ended.output)
-    return json.loads(ended.stdout)
-
-
-def refused(*arguments):
-    """The error of a command that is refused with exit code 2."""
-    ended = CliRunner().invoke(cli.app, [*map(str, arguments)])
-    assert isinstance(ended.exception, ConfigError), ended.output
-    return str(ended.exception)
-
-
-def nothing(*_):
-    """No progress is shown."""
 
 
 @pytest.fixture
@@ -162,7 +142,9 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(root, tmp_path):
     assert "this run is live" in errors["live"]
     assert "unreadable" in errors["damaged"]
     assert root.children() == ["damaged", "live"]
-    assert [run["run_id"] for run in do("rm", "--state", "unreadable", *at)["runs"]] == ["damaged"]
+    for command in (("rm",), ("archive", "--to", tmp_path / "archive", "--remove")):
+        assert "only by its name" in refused(*command, "--state", "unreadable", *at)
+    assert [run["run_id"] for run in do("rm", "damaged", *at)["runs"]] == ["damaged"]
     assert "no run at" in do("rm", "live-2", *at, code=2)["errors"]["live-2"]
 
 
@@ -182,11 +164,22 @@ def test_a_run_that_has_no_hub_yet_is_kept(root):
         Removal(root.child("run-1").url)
 
 
-def test_an_object_that_is_written_during_a_removal_keeps_the_run(root):
-    write_old_run(root, "run-1")
+def test_an_object_that_is_written_before_or_during_a_removal_keeps_the_run(root):
+    objects = write_old_run(root, "run-1")
     removal = Removal(root.child("run-1").url)
     root.child("run-1").put("report.json", b"{}")
     (error,) = remove_runs([removal], nothing).values()
+    assert "nothing was removed" in str(error)
+    assert contents(root, "run-1").items() >= objects.items()
+    write = [b"{}"]
+
+    def write_once(*_):
+        if write:
+            root.child("run-1").put("report.json", write.pop())
+
+    root.child("run-1").delete(["report.json"])
+    removal = Removal(root.child("run-1").url)
+    (error,) = remove_runs([removal], write_once).values()
     assert "report.json was written during the removal" in str(error)
     assert remove_runs([Removal(root.child("run-1").url)], nothing) == {}
     assert root.children() == []
@@ -204,12 +197,19 @@ def test_shared_memory_goes_unless_a_process_maps_it(root, tmp_path, monkeypatch
     assert [path.name for path in (tmp_path / "shm").iterdir()] == ["pipelinerl-run-2"]
 
 
-def test_latest_is_removed_with_the_last_run(root):
+def test_latest_is_removed_with_the_last_run_and_is_never_that_of_another_user(root, tmp_path, monkeypatch):
     write_old_run(root, "run-1")
-    remember_latest(root.child("run-1").url)
+    remember_latest(root.child("run-1").url, "alice@a")
+    monkeypatch.setattr("getpass.getuser", lambda: "bob")
+    for command in (("rm",), ("archive", "--to", tmp_path / "archive", "--remove")):
+        document = do(*command, "latest", "--root", root.url, "--yes", code=2)
+        assert "you have no run" in document["errors"]["latest"]
+    assert root.child("run-1").exists(RUN_KEY)
+    monkeypatch.setattr("getpass.getuser", lambda: "alice")
     do("rm", "latest", "--root", root.url, "--yes")
     assert not root.exists(LATEST_KEY)
-    assert root.list("") == root.children() == []
+    assert root.list("") == ["latest.alice.json"]
+    assert root.children() == []
 
 
 class Interrupted(Exception):
