@@ -101,7 +101,7 @@ KEY_PATTERNS: Mapping[str, re.Pattern[str]] = MappingProxyType(
 
 _OTHER_KEYS = re.compile(
     r"(run|hub|control|resume|starts|prediction|garbage|report)\.json|report\.html|weights\.parquet"
-    r"|code/[^/]+\.py|marks/.+|broadcasts/[^/]+\.json|check-[0-9a-f]+(/check)?"
+    r"|logs/[^/]+|code/[^/]+\.py|marks/.+|broadcasts/[^/]+\.json|check-[0-9a-f]+(/check)?"
 )
 
 

@@ -13,7 +13,7 @@ from pipelinerl.flows.cli.retention import ask, repeatable
 from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.report.run_list import Wanted, list_runs
 from pipelinerl_core.run import locate
-from pipelinerl_core.run.records import RESUME_KEY, RUN_KEY, STARTS_KEY
+from pipelinerl_core.run.records import GARBAGE_KEY, REPORT_HTML_KEY, RESUME_KEY, RUN_KEY, STARTS_KEY
 from pipelinerl_core.storage.local import FileStore
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tools import gc as gc_tool
@@ -112,6 +112,8 @@ def test_a_repeated_copy_that_is_interrupted_is_no_run(root, run, tmp_path, monk
 def test_foreign_objects_stay_and_a_run_inside_a_run_is_refused(root, run, tmp_path):
     at = ("--root", root.url, "--yes")
     run.put("notes.txt", b"mine")
+    for key in ("logs/a.log", "code/0a.py", "marks/run.json/0a", "broadcasts/1.json", GARBAGE_KEY, REPORT_HTML_KEY):
+        run.put(key, b"of the run")
     run.put("weights/old/my/model.bin", b"mine")
     write_old_run(run, "inner")
     for command in (("rm",), ("archive", "--to", tmp_path / "archive", "--remove")):
