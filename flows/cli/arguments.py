@@ -60,7 +60,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Run = Annotated[
     str,
     typer.Argument(
-        help="A run: id under the root, `latest` (yours, or without one that of all users), path or URL.",
+        help="A run: id under the root, `latest` (your newest; if you have none, that of all users), path or URL.",
         autocompletion=complete_run,
     ),
 ]

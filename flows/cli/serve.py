@@ -19,7 +19,7 @@ def serve(
     port: Annotated[int, typer.Option(help="Port; 0: any free port.", min=0, max=65535)] = 0,
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(help="Name under which a browser may open the pages, besides that of this host; repeatable."),
+        typer.Option(help="A further host name under which a browser may open the pages; repeatable."),
     ] = None,
 ) -> None:
     """Serve pages of the runs below a root: the list, the live report of each run, and two runs side by side.
