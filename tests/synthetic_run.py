@@ -61,6 +61,7 @@ class Shape:
     max_lag: int = 3
     reward: float | None = None
     """Of all rollouts; None: rewards that rise."""
+    finish_reason: FinishReason = FinishReason.STOP
 
 
 def decode(token_id: int) -> str:
@@ -239,7 +240,7 @@ def _rows(rng: np.random.Generator, shape: Shape, step: int) -> list[TrainingRow
             prompt=prompt,
             completion=completion,
         )
-        rollout = replace(rollout, group_size=shape.group_size)
+        rollout = replace(rollout, group_size=shape.group_size, finish_reason=shape.finish_reason)
         rows.append(training_row(rollout, oldest_version=step - 1 - shape.max_lag, advantage=reward - skill))
     return rows
 

@@ -119,6 +119,7 @@ def summary(report: Mapping[str, Any], location: str) -> list[str]:
         lines.append(f"  {swaps:<17}  p50 {pause['p50'] * 1e3:.1f} ms, max {pause['max'] * 1e3:.1f} ms")
     if bottleneck := (report["advice"] or "").removeprefix(report["warning"] or "").strip():
         lines.append(f"  bottleneck         {bottleneck}")
+    lines += [f"  diagnosis          {finding['text']}" for finding in report["findings"]]
     if report["mlflow"] is not None:
         lines.append(f"  MLflow             {report['mlflow']}")
     lines.append(f"  report             {location}")

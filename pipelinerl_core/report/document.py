@@ -25,6 +25,7 @@ from pipelinerl_core.report.advice import (
     refused_advice,
     unmoved_advice,
 )
+from pipelinerl_core.report.diagnosis import as_documents, diagnose, text_decoder
 from pipelinerl_core.report.equal_rewards import NEXT_STEP, TINY_STEP, comparison_text, equal_reward, headline
 from pipelinerl_core.report.facts import RunFacts, StepFacts, collect
 from pipelinerl_core.report.parts import parts_report
@@ -63,6 +64,7 @@ def build_report(store: ObjectStore) -> dict[str, Any]:
 def report_of(facts: RunFacts) -> dict[str, Any]:
     """report.json from facts already read."""
     commits = list(facts.commits.values())
+    model_path = str(facts.run.config.get("model", {}).get("path", ""))
     use = utilization.actor_use(commits)
     trainer_idle = utilization.trainer_idle_fraction(commits)
     actor_idle = use.idle_fraction if use else None
@@ -101,8 +103,7 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
     warnings = [f"{text}." for text in untrained_parts(parts).values()]
     if reward is not None:
         first = headline(reward, len(facts.steps), is_over=True)
-        is_tiny = str(facts.run.config.get("model", {}).get("path", "")).startswith(TINY_PREFIX)
-        next_step = TINY_STEP if is_tiny else NEXT_STEP
+        next_step = TINY_STEP if model_path.startswith(TINY_PREFIX) else NEXT_STEP
         warnings.insert(0, f"{first[:1].upper()}{first[1:]}. {comparison_text(facts.run.config)} {next_step}")
     warning = " ".join(warnings) or None
     if reward is None:
@@ -138,6 +139,7 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         "prediction": prediction,
         "equal_reward": reward,
         "warning": warning,
+        "findings": as_documents(diagnose(facts, text_decoder(model_path))),
         "mlflow": _mlflow(facts.run),
         **findings,
         "ledger": dict(commits[-1].tokens) if commits else {},

@@ -6,6 +6,7 @@ Shapes: P = prompt tokens, C = completion tokens, N = rollouts of a step, G = it
 import itertools
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,12 +53,18 @@ _COLUMNS = (
     "turn_rewards",
     "branch_starts",
     "task",
+    "source",
     "reward",
+    "reward_components",
+    "advantage",
     "outcome",
     "finish_reason",
     "finished_at",
     "scored_at",
 )
+NEWEST_STEPS = 8
+"""Trained steps whose rollouts RunFacts has."""
+_NEWEST_ROWS = 256
 _TOKEN_COLUMNS = ("prompt_token_ids", "completion_token_ids", "loss_mask", "loss_mask_trained")
 # Fields of a commit that no report shows; they take more memory than the other fields.
 _UNUSED: dict[str, Any] = {"fates": (), "low_water": {}, "open_groups": ()}
@@ -93,6 +100,15 @@ class TrainedRollout:
     """Offsets in the completion where a branch begins."""
     task: str = "{}"
     """Columns of the prompt's row, or the environment's task: a JSON object."""
+    source: str = ""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """Components of the reward by name, before their weights."""
+    advantage: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Example: 12.3, the fourth rollout of group 12."""
+        return f"{self.group_id}.{self.rollout_index}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,6 +159,8 @@ class RunFacts:
     """Trained steps, in order; step 0 has no batch."""
     prediction: PredictionRecord | None = None
     """prediction.json; None if the run has none or the object cannot be read."""
+    newest_rows: tuple[TrainedRollout, ...] = ()
+    """Rollouts of the newest NEWEST_STEPS steps, by step; of a large step the first 256."""
 
     @property
     def trained_commits(self) -> list[Commit]:
@@ -156,6 +174,14 @@ class RunCache:
 
     commits: dict[str, Commit] = field(default_factory=dict)
     steps: dict[str, StepFacts] = field(default_factory=dict)
+    newest_rows: dict[str, list[TrainedRollout]] = field(default_factory=dict)
+
+    def add(self, key: str, step: int, rows: list[TrainedRollout]) -> None:
+        """The figures of a step, and its rows if it is among the newest steps."""
+        self.steps[key] = step_facts(step, rows)
+        self.newest_rows[key] = rows[:_NEWEST_ROWS]
+        if len(self.newest_rows) > NEWEST_STEPS:
+            del self.newest_rows[next(iter(self.newest_rows))]  # steps are added in order
 
 
 def collect(store: ObjectStore, cache: RunCache | None = None) -> RunFacts:
@@ -166,7 +192,7 @@ def collect(store: ObjectStore, cache: RunCache | None = None) -> RunFacts:
     keys = follower.commits.keys_by_step
     cache = RunCache() if cache is None else cache
     with_batch = {parse_step_key(key) for key in list_keys(store, BATCHES_PREFIX)}  # before the compacted rows
-    _add_compacted(store, keys, cache.steps)
+    _add_compacted(store, keys, cache)
     missing = []
     for step, key in keys.items():
         if key not in cache.commits:
@@ -174,7 +200,7 @@ def collect(store: ObjectStore, cache: RunCache | None = None) -> RunFacts:
         commit = cache.commits[key]
         if key not in cache.steps and (step, commit.epoch) in with_batch:
             try:
-                cache.steps[key] = step_facts(step, read_batch(store, commit))
+                cache.add(key, step, read_batch(store, commit))
             except (BrokenRecord, MissingObject) as error:  # the figures of one step are no reason to write no report
                 logger.warning("the report has no figures of the rollouts of step %d: %s", step, error)
         elif key not in cache.steps and commit.batches:
@@ -189,7 +215,25 @@ def collect(store: ObjectStore, cache: RunCache | None = None) -> RunFacts:
         set_evals=follower.set_evals,
         steps=tuple(cache.steps[key] for key in keys.values() if key in cache.steps),
         prediction=_prediction(store),
+        newest_rows=tuple(row for key in keys.values() for row in cache.newest_rows.get(key, ())),
     )
+
+
+def newest_facts(follower: RunFollower) -> RunFacts:
+    """The facts of the first and the newest NEWEST_STEPS steps, read without the steps between. Rows that are missing
+    or damaged are left out. The follower is refreshed."""
+    known = list(follower.commits)
+    chosen = dict.fromkeys([*known[: NEWEST_STEPS + 1], *known[-NEWEST_STEPS:]])  # the first is step 0, without rows
+    commits = {step: follower.commits[step] for step in chosen}
+    steps, newest = [], []
+    for step, commit in commits.items():
+        with suppress(BrokenRecord, MissingObject):
+            rows = read_batch(follower.store, commit) if commit.batches else []
+            if rows:
+                steps.append(step_facts(step, rows))
+                newest += rows[:_NEWEST_ROWS] if step in known[-NEWEST_STEPS:] else []
+    return RunFacts(run=follower.run, commits=commits, evals=follower.evals, set_evals=follower.set_evals,
+                    steps=tuple(steps), newest_rows=tuple(newest))  # fmt: skip
 
 
 def _prediction(store: ObjectStore) -> PredictionRecord | None:
@@ -199,11 +243,11 @@ def _prediction(store: ObjectStore) -> PredictionRecord | None:
         return None
 
 
-def _add_compacted(store: ObjectStore, keys: Mapping[int, str], known: dict[str, StepFacts]) -> None:
+def _add_compacted(store: ObjectStore, keys: Mapping[int, str], cache: RunCache) -> None:
     """Add the figures of the steps in compacted rollouts."""
     for file in list_rollouts(store):
         of_file = {step: commit_key(step, file.epoch) for step in range(file.first, file.last + 1)}
-        wanted = {step: key for step, key in of_file.items() if keys.get(step) == key and key not in known}
+        wanted = {step: key for step, key in of_file.items() if keys.get(step) == key and key not in cache.steps}
         if wanted:
             try:
                 table = read_rollouts(store, file, [*_COLUMNS, "step", "fate"])
@@ -214,7 +258,7 @@ def _add_compacted(store: ObjectStore, keys: Mapping[int, str], known: dict[str,
             for start, end in itertools.pairwise([*starts, len(table)]):
                 step = table["step"][start].as_py()
                 if step in wanted:
-                    known[wanted[step]] = step_facts(step, _rows(step, table[start:end]))
+                    cache.add(wanted[step], step, _rows(step, table[start:end]))
 
 
 def read_batch(store: ObjectStore, commit: Commit) -> list[TrainedRollout]:
@@ -292,6 +336,9 @@ def _rows(step: int, table: pa.Table) -> list[TrainedRollout]:
             turn_rewards=tuple(row["turn_rewards"] or ()),
             branch_starts=tuple(row["branch_starts"] or ()),
             task=row["task"],
+            source=row["source"],
+            components={part["name"]: part["value"] for part in row["reward_components"] or ()},
+            advantage=row["advantage"],
         )
         for index, row in enumerate(plain)
     ]

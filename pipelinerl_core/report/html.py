@@ -1,8 +1,9 @@
 """report.html: a self-contained page about a run, without scripts and without external resources."""
 
 import json
+import shlex
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 from importlib import resources
@@ -19,6 +20,8 @@ from pipelinerl_core.report.samples import Decode
 from pipelinerl_core.run.records import REPORT_HTML_KEY, REPORT_JSON_KEY, WEIGHTS_TABLE_KEY
 from pipelinerl_core.telemetry.redact import flatten, redact
 
+# Texts of rollouts below a finding.
+_SHOWN_ROLLOUTS = 2
 _TEMPLATES = resources.files("pipelinerl_core.report") / "templates"
 
 
@@ -75,6 +78,7 @@ def _page(store: ObjectStore, facts: RunFacts, report: Mapping[str, Any], decode
         emulation=escape(report["emulation"]["note"] if report["emulation"] else ""),
         advice=escape(report["advice"] or ""),
         example=_example(report["equal_reward_example"]),
+        diagnosis=_diagnosis(facts, report["findings"], decode),
         meta=_meta(facts, report),
         prediction=predicted_table(report["prediction"]),
         tiles=_tiles(facts, report),
@@ -105,6 +109,20 @@ def _example(example: Mapping[str, str] | None) -> str:
         f"<tr><td>{name}</td><td><pre>{escape(text)}</pre></td></tr>" for name, text in (example or {}).items()
     )
     return f'<table class="example"><tbody>{rows}</tbody></table>' if rows else ""
+
+
+def _diagnosis(facts: RunFacts, findings: Sequence[Mapping[str, Any]], decode: Decode | None) -> str:
+    """A section with each finding, its query and rollouts that show it; empty without findings."""
+    by_name = {row.name: row for row in facts.newest_rows}
+    items = []
+    for finding in findings:
+        shown = [by_name[name] for name in finding["rollouts"] if name in by_name][:_SHOWN_ROLLOUTS]
+        texts = "".join(samples.rollout_block(row, decode) for row in shown)
+        command = f"pipelinerl sql {facts.run.run_id} {shlex.quote(finding['sql'])}"
+        query = f"<p>All of them: <code>{escape(command)}</code></p>" if finding["sql"] else ""
+        names = f' <span class="meta">rollouts {", ".join(finding["rollouts"])}</span>' if finding["rollouts"] else ""
+        items.append(f"<details><summary>{escape(finding['text'])}{names}</summary>{query}{texts}</details>")
+    return f'<section id="diagnosis"><h2>Diagnosis</h2>{"".join(items)}</section>' if items else ""
 
 
 def _summary(report: Mapping[str, Any]) -> str:

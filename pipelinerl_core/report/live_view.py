@@ -15,7 +15,9 @@ from rich.text import Text
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report.actor_alarms import alarm_text
 from pipelinerl_core.report.advice import clipped_advice, refused_advice, unmoved_advice
+from pipelinerl_core.report.diagnosis import as_documents, diagnose, text_decoder
 from pipelinerl_core.report.equal_rewards import WARN_STEPS, equal_reward, headline
+from pipelinerl_core.report.facts import newest_facts
 from pipelinerl_core.report.scrape_targets import live_roles, role_progress
 from pipelinerl_core.run.context import planned_steps
 from pipelinerl_core.run.follow import RunFollower, commit_metrics, eval_metrics
@@ -97,7 +99,9 @@ def run_status(store: ObjectStore) -> dict[str, Any]:
     watch = HubWatch(store)
     hub = watch.find_live()
     silent_seconds = 0.0 if hub is not None else max(HEARTBEAT_SECONDS, _HUB_SILENCE_SECONDS)
-    return status_of(follower, hub or watch.look(), role_progress(store), silent_seconds=silent_seconds)
+    status = status_of(follower, hub or watch.look(), role_progress(store), silent_seconds=silent_seconds)
+    decode = text_decoder(str(follower.run.config.get("model", {}).get("path", "")))
+    return {**status, "findings": as_documents(diagnose(newest_facts(follower), decode))}
 
 
 def format_status(store: ObjectStore) -> str:
@@ -108,6 +112,7 @@ def format_status(store: ObjectStore) -> str:
         lines.append("tokens: " + ", ".join(f"{name} {num:,}" for name, num in status["ledger"].items()))
     if status["length_bias"]["classes"]:
         lines.append(f"lengths: {length_line(status['length_bias'])}")
+    lines += [f"diagnosis: {finding['text']}" for finding in status["findings"]]
     lines += [f"mixture: {part_line(name, part)}" for name, part in status["parts"].items()]
     for name, actor in status["actors"].items():
         slots = f"{actor['running']} of {actor['concurrency']} slots, {actor['waiting']} waiting"

@@ -17,12 +17,13 @@ def report_markdown(report: Mapping[str, Any], evals: Sequence[EvalRecord] = ())
     evals: the evaluations of the run, by version; the completions are those of the first and the last one. Figures
     that are None, and the list of evaluations, are left out.
     """
-    flat = _flat({name: value for name, value in report.items() if name not in ("evaluations", "advice")})
+    flat = _flat({name: value for name, value in report.items() if name not in ("evaluations", "advice", "findings")})
     rows = [f"| {name} | {_figure(value)} |" for name, value in flat if value is not None]
     parts = [
         f"# {report['run_id']}",
         _outcome(report),
         f"> {report['advice']}" if report.get("advice") else "",
+        "\n".join(f"> {finding['text']}" for finding in report.get("findings", ())),
         _completions(evals),
         f"`pipelinerl serve` shows the whole report; `pipelinerl audit {report['run_id']}` "
         "checks that nothing was lost or trained twice.",

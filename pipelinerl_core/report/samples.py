@@ -247,10 +247,11 @@ def one_per_group(rows: Sequence[TrainedRollout], limit: int) -> list[TrainedRol
 
 
 def _block(title: str, rows: Sequence[TrainedRollout], decode: Decode | None) -> str:
-    return f"<h4>{escape(title)}</h4>" + "".join(_rollout(row, decode) for row in rows)
+    return f"<h4>{escape(title)}</h4>" + "".join(rollout_block(row, decode) for row in rows)
 
 
-def _rollout(row: TrainedRollout, decode: Decode | None) -> str:
+def rollout_block(row: TrainedRollout, decode: Decode | None) -> str:
+    """A rollout with its turns, its tokens coloured by version."""
     num = len(row.completion_token_ids)
     versions = ", ".join(
         f'<span class="v{span.version % _NUM_TINTS}">version {span.version}</span> {span.end - span.start}'
