@@ -118,7 +118,11 @@ def _diagnosis(facts: RunFacts, findings: Sequence[Mapping[str, Any]], decode: D
     for finding in findings:
         shown = [by_name[name] for name in finding["rollouts"] if name in by_name][:_SHOWN_ROLLOUTS]
         texts = "".join(samples.rollout_block(row, decode) for row in shown)
-        command = f"pipelinerl sql {facts.run.run_id} {shlex.quote(finding['sql'])}"
+        sql = finding["sql"]
+        quoted = (
+            shlex.quote(sql) if any(letter in sql for letter in '"$`\\!') else f'"{sql}"'
+        )  # SQL has quotes itself
+        command = f"pipelinerl sql {facts.run.run_id} {quoted}"
         query = f"<p>All of them: <code>{escape(command)}</code></p>" if finding["sql"] else ""
         names = f' <span class="meta">rollouts {", ".join(finding["rollouts"])}</span>' if finding["rollouts"] else ""
         items.append(f"<details><summary>{escape(finding['text'])}{names}</summary>{query}{texts}</details>")
