@@ -31,6 +31,7 @@ from pipelinerl.flows.cli import (
     serve,
     simulate,
     status,
+    trace,
     train,
     trial,
 )
@@ -49,6 +50,7 @@ COMMANDS = (
     serve.serve,
     logs.logs,
     report.report,
+    trace.trace,
     replay.replay,
     actor.actor,
     audit.audit,

@@ -1,0 +1,34 @@
+"""`pipelinerl trace`: from a token to the version that sampled it and the step that trained it."""
+
+from typing import Annotated
+
+import typer
+
+from pipelinerl.flows.cli.arguments import Json, Root, Run
+from pipelinerl.flows.cli.console import answer
+
+
+def trace(
+    run: Run,
+    place: Annotated[
+        str, typer.Argument(metavar="GROUP[.ROLLOUT[:TOKEN]]|vVERSION", help="Group, rollout, token, or a version.")
+    ],
+    root: Root = "",
+    as_json: Json = False,
+) -> None:
+    """Trace a group, a rollout, a token or a weight version through a run.
+
+    For a group: its prompt, what became of it, the step that trained it, and each rollout's reward, advantage and
+    share of the step's sum of |advantage x weight in the loss| over trained tokens. For a rollout also its text,
+    components, and which actor sampled which tokens with which version after which swap; for a token also its
+    log-probability and lag. For a version: the groups of the step that made it, and the actors that sampled with it.
+
+    Examples: `pipelinerl trace latest 12`, `pipelinerl trace latest 12.3:40`, `pipelinerl trace latest v7 --json`
+    """
+    from pipelinerl_core.report.trace import parse_place, trace, trace_lines
+    from pipelinerl_core.run.locate import locate_run
+    from pipelinerl_core.storage.object_store import open_store
+
+    parsed = parse_place(place)
+    document = trace(open_store(locate_run(run, root)), parsed)
+    answer(document, trace_lines(document), as_json=as_json)

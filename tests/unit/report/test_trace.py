@@ -1,0 +1,120 @@
+"""From tokens to versions and steps and back, on a synthetic run whose swaps, masks and advantages are known."""
+
+from dataclasses import replace
+
+import pytest
+
+from pipelinerl_core.data.codec import encode_rollouts, to_segment
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.messages import FateRecord
+from pipelinerl_core.report.trace import parse_place, trace, trace_lines
+from pipelinerl_core.run.commits import read_commits
+from pipelinerl_core.run.records import commit_key, rollout_key
+from pipelinerl_core.types import Origin
+from tests.synthetic_run import (
+    START,
+    TRAINER_EPOCH,
+    Shape,
+    encode,
+    make_rollout,
+    put_batch,
+    put_record,
+    training_row,
+    write_run,
+)
+
+PROMPT = "3+4+8="
+
+
+@pytest.fixture
+def run(store):
+    """Step 3 trained group 900: a rollout with two versions, whose first token another actor sampled and the lag rule
+    masked. Group 901 was filtered, group 902 is not decided."""
+    write_run(store, Shape(steps=5))
+    commit = read_commits(store)[3]
+    rollout = make_rollout(
+        group_id=900, spans=[(0, 0, 2), (2, 2, 6)], prompt=PROMPT, completion="7+8=5", actor="actor-1"
+    )
+    rollout = replace(rollout, origins=(Origin(actor="actor-0", epoch=1, num_tokens=1),), finished_at=START + 100)
+    other = replace(rollout, rollout_index=1, reward=0.0)
+    rows = [training_row(rollout, oldest_version=1, advantage=0.75), training_row(other, advantage=-0.25)]
+    fates = [FateRecord(group_id=group, attempt=0, fate=fate, num_tokens=12)
+             for group, fate in ((900, "trained"), (901, "filtered"))]  # fmt: skip
+    put_record(store, commit_key(3, TRAINER_EPOCH), commit.model_copy(
+        update={"batches": put_batch(store, 3, TRAINER_EPOCH, rows), "fates": tuple(fates)}))  # fmt: skip
+    segments = [encode_rollouts("synthetic", [replace(rollout, group_id=group)]) for group in (901, 902)]
+    store.put(rollout_key("actor-1", 1, 0), to_segment(segments))
+    return store
+
+
+def traced(store, text: str) -> dict:
+    return trace(store, parse_place(text))
+
+
+def test_a_token_leads_to_version_actor_swap_and_step(run):
+    document = traced(run, "900.0:3")
+    token = document["token"]
+    assert (token["token_id"], token["version"], token["actor"], token["lag"]) == (encode("=")[0], 2, "actor-1", 0)
+    swap = next(swap for swap in read_commits(run)[3].swaps if (swap.actor, swap.version) == ("actor-1", 2))
+    assert (token["swapped_at"], token["pause_seconds"], token["actor_epoch"]) == (swap.at, swap.pause_seconds, 1)
+    # Weight 0.01: 4 tokens with 0.75, 6 tokens with -0.25.
+    assert document["step"]["amount"] == pytest.approx(0.01 * (4 * 0.75 + 6 * 0.25))
+    assert document["step"]["trained_tokens"] == 10
+    assert token["share"] == pytest.approx(0.75 / 4.5)
+    assert document["rollout"]["share"] == pytest.approx(3 / 4.5)
+    assert (document["rollout"]["trained_tokens"], document["rollout"]["tokens"]) == (4, 6)
+    text = "\n".join(trace_lines(document))
+    assert "advantage +0.75, 16.67% of the step" in text
+    assert "made version 3" in text
+
+
+def test_a_masked_token_of_an_earlier_actor_is_not_trained(run):
+    token = traced(run, "900.0:0")["token"]
+    assert (token["actor"], token["version"], token["trained"], token["share"]) == ("actor-0", 0, False, None)
+    assert traced(run, "900.0:1")["token"]["actor"] == "actor-1"
+    assert traced(run, "900.1:0")["token"]["trained"]
+
+
+def test_a_version_leads_to_the_groups_that_made_it_and_to_who_sampled_with_it(run):
+    version = traced(run, "v3")["version"]
+    assert [group["group"] for group in version["groups"]] == [900]
+    assert version["groups"][0] == {"group": 900, "rewards": [1.0, 0.0], "share": pytest.approx(1.0)}
+    assert {swap["actor"] for swap in version["sampled_by"]} == {"actor-0", "actor-1"}
+    others = traced(run, "v4")["version"]["groups"]
+    assert sum(group["share"] for group in others) == pytest.approx(1.0)
+    assert [group["share"] for group in others] == sorted((group["share"] for group in others), reverse=True)
+    assert traced(run, "v0")["version"]["step"] is None
+
+
+@pytest.mark.parametrize(("group", "fate", "step"), [(901, "filtered", 3), (902, "undecided", None)])
+def test_groups_that_were_not_trained_are_read_from_their_segment(run, group, fate, step):
+    document = traced(run, str(group))
+    assert (document["group"]["fate"], document["group"]["step"], document["step"]) == (fate, step, None)
+    assert [row["rollout"] for row in document["rollouts"]] == [f"{group}.0"]
+    assert "not trained" in "\n".join(trace_lines(document))
+    assert traced(run, f"{group}.0:3")["token"]["share"] is None
+
+
+def test_removed_rows_are_said_to_be_removed(run):
+    for entry in read_commits(run)[3].batches:
+        run.delete([entry.name])
+    document = traced(run, "900")
+    assert (document["group"]["fate"], document["rollouts"]) == ("trained", [])
+    assert "its rows are not in the store" in "\n".join(trace_lines(document))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("99999", "synthetic has no group 99999, or none of its rollouts is finished"),
+        ("900.7", "group 900 has no rollout 7 in the store, but 0, 1"),
+        ("900.0:6", "rollout 900.0 has 6 tokens: no token 6"),
+        ("v99", "synthetic has no version 99; the newest is 5"),
+        ("900:3", "give GROUP, GROUP.ROLLOUT"),
+        ("-1", "give GROUP, GROUP.ROLLOUT"),
+        ("", "give GROUP, GROUP.ROLLOUT"),
+    ],
+)
+def test_an_unknown_place_is_an_error_of_one_line(run, text, message):
+    with pytest.raises(ConfigError, match=message):
+        traced(run, text)
