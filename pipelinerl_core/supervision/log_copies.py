@@ -108,7 +108,7 @@ def read_copies(store: ObjectStore) -> list[LogRecord]:
 
 
 def all_logs(directory: Path, store: ObjectStore, num_lines: int = 0) -> list[dict[str, Any]]:
-    """The logs in a directory of this host, and the copies of other hosts: one row per role and host, newest first.
+    """The logs in a directory of this host, and the copies of other logs: one row per role and host, newest first.
 
     num_lines: last lines of each. Raises StoreError.
     """
@@ -118,8 +118,9 @@ def all_logs(directory: Path, store: ObjectStore, num_lines: int = 0) -> list[di
         path = directory / f"{row['role']}.log"
         row |= {"host": here, "is_here": True, "at": path.stat().st_mtime, "last_lines": tail(path, num_lines)}
         rows.append(row)
+    own = {(row["role"], here) for row in rows}
     for copy in read_copies(store):
-        if copy.host != here:
+        if (copy.name, copy.host) not in own:
             rows.append(
                 {
                     "role": copy.name,
