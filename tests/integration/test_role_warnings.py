@@ -14,6 +14,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PROGRAM = """
 import os, sys, threading
 from pathlib import Path
+from pipelinerl.flows.environment import set_defaults
+
+set_defaults()
 from pipelinerl.flows.train_flow import show_supervision
 from prefect import flow, task
 from pipelinerl_core.supervision.role_logs import RoleLog

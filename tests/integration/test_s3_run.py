@@ -101,7 +101,8 @@ def assert_logs_on_another_host(run_id, root, temporary, environment):
         timeout=120, check=True,
     )  # fmt: skip
     roles = json.loads(logs.stdout)["roles"]
-    assert roles.keys() >= {"hub", "trainer", "actor-0", "evaluator-first", "evaluator-last"}
+    assert roles.keys() >= {"hub", "trainer", "actor-0"}
+    assert any(name.startswith("evaluator-") for name in roles)
     for log in roles.values():
         assert (log["is_here"], log["host"]) == (False, socket.gethostname())
         assert log["last_lines"]
