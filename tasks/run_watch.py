@@ -125,6 +125,8 @@ class RunWatch:
         _quietly("last reading of the run", self._read)
         _quietly("rollout table", lambda: self._write_table(TABLE_BATCHES if was_stopped else MAX_STEPS))
         self._view.__exit__(kind, error, trace)
+        if kind is not None:  # else `finish` has shown it
+            _quietly("progress artifact", self._show_progress)
         _quietly("table of logs", self._show_logs)
         if isinstance(error, Exception):
             _quietly("artifact of the failure", lambda: self._show_failure(error))

@@ -85,10 +85,11 @@ def deploy(
     """Create or update on the server everything that `file` describes, but leave to operators what is theirs.
 
     notify: URLs of webhooks, or "<block type>/<name>" of notification blocks; empty: who is notified stays.
-    max_resumes: how often a crashed train run is scheduled again without becoming Running. registry: where the
-    images are, for pools of containers; empty: as `file` names them. reset: also overwrite schedules, pauses, tags and
-    limits of deployments, and actions of automations. Raises ConfigError without a server, for a missing or invalid file,
-    or for a wrong entry of `notify`.
+    max_resumes: how often a crashed train run is scheduled again without becoming Running.
+    registry: where the images are, for pools of containers; empty: as `file` names them.
+    reset: also overwrite schedules, pauses, tags and limits of deployments, and actions of automations.
+
+    Raises ConfigError without a server, for a missing or invalid file, or for a wrong entry of `notify`.
     """
     if max_resumes < LEAST_RESUMES:
         raise ConfigError(f"--max-resumes {max_resumes}: set at least {LEAST_RESUMES}")

@@ -257,6 +257,8 @@ class RunRecord(Record):
     """The same names -> commit of the git checkout that has the file; "-dirty" at the end: with other changes."""
     owner: str = ""
     """Whose run this is: tracking.owner, else user@host of the process that started the run."""
+    preset: str = ""
+    """Preset or TOML file that the configuration starts from; empty: recorded before, or an arm of a comparison."""
     parent: str = ""
     """RUN@VERSION whose exported weights are the starting model; empty for another model."""
     files: dict[str, str] = {}

@@ -217,10 +217,12 @@ def test_the_flow_run_is_tagged_after_its_run_exists(tmp_path, monkeypatch):
         named.append((run_id, dict(parameters), tags, is_new))
 
     monkeypatch.setattr(train_flow, "name_flow_run", name_flow_run)
-    train_flow.open_at(url, config, {}, is_checked=True, parameters={"root": f"file://{tmp_path}"})
+    labels = {"preset": "quickstart"}
+    train_flow.open_at(url, config, labels, is_checked=True, parameters={"root": f"file://{tmp_path}"})
     assert named == [("r-1", {"root": f"file://{tmp_path}"}, ("exp42", "team:alice"), True)]
     record = open_run(url).record
     assert record.config["tracking"]["tags"] == ["exp42", "team:alice"]
+    assert record.preset == "quickstart"
     assert record.owner == f"{getpass.getuser()}@{socket.gethostname()}"
 
 
