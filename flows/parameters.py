@@ -18,7 +18,9 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "tags": "tracking.tags",
         "notes": "tracking.notes",
         "owner": "tracking.owner",
+        "experiment": "tracking.experiment",
         "model": "model.path",
+        "chat_template": "model.chat_template",
         "data": "prompts.path",
         "reward": "reward.function",
         "environment": "environment.path",
@@ -26,6 +28,8 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "seed": "seed",
         "actors": "placement.actors",
         "placement": "placement.kind",
+        "gpu": "placement.gpu",
+        "trainer_ranks": "trainer.ranks",
         "engine": "engine.kind",
         "concurrency": "engine.concurrency",
         "schedule": "schedule.kind",
@@ -34,7 +38,9 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "group_size": "rollouts.group_size",
         "max_tokens": "rollouts.max_tokens",
         "learning_rate": "learner.lr",
+        "lora_rank": "learner.lora_rank",
         "loss": "loss.kind",
+        "eval_steps": "eval.every_steps",
     }
 )
 """Field -> key of the configuration."""
@@ -82,10 +88,12 @@ class Settings(BaseModel):
         None, max_length=5000, description="Why the run exists; the description of the run in MLflow."
     )
     owner: str | None = Field(None, max_length=100, description="Whose run this is; empty: the user of the worker.")
+    experiment: str | None = Field(None, description="The MLflow experiment that lists the run, for example a study.")
     model: str | None = Field(
-        None,
-        description="Directory or hub name (org/name) of a model, on the machines of the run. Chat models also "
-        "need model.chat_template=true.",
+        None, description="Directory or hub name (org/name) of a model, on the machines of the run."
+    )
+    chat_template: bool | None = Field(
+        None, description="Wrap each prompt with the model's chat template. Set for instruction-tuned models."
     )
     data: str | None = Field(
         None,
@@ -104,6 +112,15 @@ class Settings(BaseModel):
         None,
         description="local: all roles on the machine of this flow run; work_pools: actors and trainer on work pools.",
     )
+    gpu: str | None = Field(
+        None,
+        coerce_numbers_to_str=True,
+        description="GPU of the machines of actors and trainer, such as H100, A100-40GB, or its memory in GB: with "
+        "work_pools, the start is refused if the run does not fit. Which run needs which: docs/gpus.md.",
+    )
+    trainer_ranks: int | None = Field(
+        None, ge=1, description="Trainer processes, each with its own GPU: the number of GPUs for training."
+    )
     engine: str | None = Field(
         None, description="The inference engine.", json_schema_extra={"enum": list(variants("engine"))}
     )
@@ -118,10 +135,22 @@ class Settings(BaseModel):
     group_size: int | None = Field(None, ge=2, description="Rollouts of one prompt.")
     max_tokens: int | None = Field(None, ge=1, description="Largest number of tokens of a completion.")
     learning_rate: float | None = Field(None, gt=0, description="Peak learning rate.")
+    lora_rank: int | None = Field(
+        None,
+        ge=0,
+        description="Train LoRA adapters of this rank (8 to 64) instead of all weights, which needs less GPU memory; "
+        "0: all weights.",
+    )
     loss: str | None = Field(
         None,
         description="The loss, with the options of its paper.",
         json_schema_extra={"enum": [kind for kind in variants("loss") if kind != "custom"]},  # needs further keys
+    )
+
+    eval_steps: int | None = Field(
+        None,
+        ge=0,
+        description="Optimizer steps between two evaluations on held-out prompts; 0: a tenth of all steps.",
     )
 
     def overrides(self) -> tuple[str, ...]:

@@ -243,7 +243,7 @@ def open_at(
     config = config if run else with_tags_of_flow_run(pinned(config))
     tracker, mlflow = open_tracker(config, url, run.record if run else None, flow_run_id, labels)
     if run is None:
-        run = create_run(url, config, flow_run_id=flow_run_id, mlflow=mlflow)
+        run = create_run(url, config, flow_run_id=flow_run_id, mlflow=mlflow, preset=labels.get("preset", ""))
     name_flow_run(run.run_id, parameters or {}, run.config.tracking.tags, is_new=is_new)
     label_flow_run({URL_LABEL: url, PAGE_LABEL: page_url(run.run_id), MLFLOW_LABEL: tracker.page})
     warn_of_changed_code(run)

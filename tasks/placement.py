@@ -40,7 +40,7 @@ from pipelinerl_core.run.context import TOKEN_VARIABLE, RunContext
 from pipelinerl_core.run.evaluations import SCHEDULED
 from pipelinerl_core.run.locate import new_run_id
 from pipelinerl_core.run.records import eval_key
-from pipelinerl_core.supervision.fit import shared_memory_of
+from pipelinerl_core.supervision.fit import container_bytes
 from pipelinerl_core.supervision.run_roles import is_over
 from pipelinerl_core.supervision.supervise import STABLE_SECONDS, RoleFailed, restart_rule
 
@@ -406,10 +406,20 @@ class RunRoles:
 
 
 def job_variables(config: RunConfig, role: str) -> dict[str, Any]:
-    """Job variables of an `actor` or of the `trainer`: its GPUs, and shared memory for the size of the model."""
-    shared_bytes = shared_memory_of(config, role)
-    size = {} if shared_bytes is None else {"shm_size": f"{math.ceil(shared_bytes / 2**30)}Gi"}
-    return {"gpu_count": gpus_of(config, role), **size}
+    """Job variables of an `actor` or of the `trainer`: its GPUs, and memory for the size of the model."""
+    sizes = container_bytes(config, role)
+    if sizes is None:
+        return {"gpu_count": gpus_of(config, role)}
+    own_bytes, shared_bytes = sizes
+    return {
+        "gpu_count": gpus_of(config, role),
+        "memory_request": _gibibytes(own_bytes + shared_bytes),  # Kubernetes counts /dev/shm as memory of the pod
+        "shm_size": _gibibytes(shared_bytes),
+    }
+
+
+def _gibibytes(num_bytes: float) -> str:
+    return f"{math.ceil(num_bytes / 2**30)}Gi"
 
 
 def _request_stop(members: list[Role]) -> None:

@@ -4,7 +4,6 @@ After each reading, the watch pauses for at least 50 times the duration of the r
 """
 
 import logging
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -48,7 +47,7 @@ from pipelinerl_core.run.locate import page_url, plain_name
 from pipelinerl_core.run.mlflow_run import RunTracker
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import REPORT_HTML_KEY, REPORT_JSON_KEY, Commit, RoleRecord, role_key
-from pipelinerl_core.supervision.role_logs import digest_rows, log_of_failure, tail
+from pipelinerl_core.supervision.log_copies import all_logs, lines_of_failure
 from pipelinerl_core.telemetry.mlflow import Status
 from pipelinerl_core.telemetry.redact import redact_text
 
@@ -126,6 +125,8 @@ class RunWatch:
         _quietly("last reading of the run", self._read)
         _quietly("rollout table", lambda: self._write_table(TABLE_BATCHES if was_stopped else MAX_STEPS))
         self._view.__exit__(kind, error, trace)
+        if kind is not None:  # else `finish` has shown it
+            _quietly("progress artifact", self._show_progress)
         _quietly("table of logs", self._show_logs)
         if isinstance(error, Exception):
             _quietly("artifact of the failure", lambda: self._show_failure(error))
@@ -279,10 +280,13 @@ class RunWatch:
             update_progress_artifact(self._progress, percent)
 
     def _show_logs(self) -> None:
-        """Make a table artifact: number of warnings and errors of each role on this host, and the last of them."""
-        rows = digest_rows(log_directory(self._run.store.url, self._run.run_id))
+        """Make a table artifact: number of warnings and errors of each role and host, and the last of them."""
+        rows = [
+            {name: log[name] for name in ("role", "host", "lines", "warnings", "errors", "last_problem")}
+            for log in all_logs(log_directory(self._run.store.url, self._run.run_id), self._run.store)
+        ]
         if rows:
-            self._table_artifact("logs", rows, "logs of the roles of this host")
+            self._table_artifact("logs", rows, "logs of the roles")
 
     def _show_failure(self, error: Exception) -> None:
         """Make an artifact: what failed, the command that continues the run, and the last lines of a role's log."""
@@ -294,9 +298,12 @@ class RunWatch:
             f"{steps}. After the cause is removed, Retry or `{resume}` continues the run.",
         ]
         directory = log_directory(self._run.store.url, self._run.run_id)
-        if log := log_of_failure(directory, str(error)):
-            lines += [f"The last lines of `{log}` on host {socket.gethostname()}:"]
-            lines += [_verbatim([redact_text(line) for line in tail(log, FAILURE_LINES)])]
+        try:
+            place, last_lines = lines_of_failure(directory, self._run.store, str(error), FAILURE_LINES)
+        except StoreError as unread:
+            lines += [f"The logs could not be read: {unread}"]
+        else:
+            lines += [f"The last lines of {place}:", _verbatim(last_lines)] if place else []
         create_markdown_artifact(
             "\n\n".join(lines), key=self._key("failure"), description=f"failure of {self._run.run_id}"
         )

@@ -29,6 +29,13 @@ def deploy(
         Path | None,
         typer.Option(metavar="FILE", help="An edited copy of the shipped prefect.yaml; see --show."),
     ] = None,
+    registry: Annotated[
+        str,
+        typer.Option(
+            envvar="PIPELINERL_REGISTRY",
+            help="Registry of the images, for --pools docker and kubernetes, for example ghcr.io/team.",
+        ),
+    ] = "",
     reset: Annotated[
         bool,
         typer.Option(
@@ -56,5 +63,7 @@ def deploy(
         answer(text, [text.rstrip()], as_json=as_json)
         return
     most = DEFAULT_MAX_RESUMES if max_resumes is None else max_resumes
-    deployed = deployment.deploy(pools, notify or (), file or deployment.SHIPPED, most, reset=reset)
+    deployed = deployment.deploy(
+        pools, notify or (), file or deployment.SHIPPED, most, registry=registry, reset=reset
+    )
     answer(dataclasses.asdict(deployed), deployed.lines, as_json=as_json)

@@ -79,18 +79,21 @@ def deploy(
     file: Path = SHIPPED,
     max_resumes: int = DEFAULT_MAX_RESUMES,
     *,
+    registry: str = "",
     reset: bool = False,
 ) -> Deployed:
     """Create or update on the server everything that `file` describes, but leave to operators what is theirs.
 
     notify: URLs of webhooks, or "<block type>/<name>" of notification blocks; empty: who is notified stays.
-    max_resumes: how often a crashed train run is scheduled again without becoming Running. reset: also overwrite
-    schedules, pauses, tags and limits of deployments, and actions of automations. Raises ConfigError without a
-    server, for a missing or invalid file, or for a wrong entry of `notify`.
+    max_resumes: how often a crashed train run is scheduled again without becoming Running.
+    registry: where the images are, for pools of containers; empty: as `file` names them.
+    reset: also overwrite schedules, pauses, tags and limits of deployments, and actions of automations.
+
+    Raises ConfigError without a server, for a missing or invalid file, or for a wrong entry of `notify`.
     """
     if max_resumes < LEAST_RESUMES:
         raise ConfigError(f"--max-resumes {max_resumes}: set at least {LEAST_RESUMES}")
-    document = read_project(file, kind)
+    document = read_project(file, kind, registry)
     url = get_current_settings().api.url
     if not url:
         raise ConfigError("deploy needs a Prefect server. Set PREFECT_API_URL, for example http://127.0.0.1:4200/api")
@@ -159,8 +162,11 @@ def _content(deployment: DeploymentResponse) -> dict[str, Any]:
     return {**content, "tags": sorted(deployment.tags)}
 
 
-def read_project(file: Path, kind: str) -> dict[str, Any]:
-    """The document of `file`, with the work pool of every deployment replaced by its pool of this kind."""
+def read_project(file: Path, kind: str, registry: str = "") -> dict[str, Any]:
+    """The document of `file`, with the work pool of every deployment replaced by its pool of this kind.
+
+    registry: put before the names of images.
+    """
     if kind not in KINDS:
         raise ConfigError(f"--pools {kind}: no such type; there are {', '.join(KINDS)}")
     try:
@@ -171,6 +177,10 @@ def read_project(file: Path, kind: str) -> dict[str, Any]:
         raise ConfigError(f"--file {file}: {error}") from None
     try:
         pools = document["definitions"]["pools"][kind]
+        for pool in pools.values():
+            variables = pool["job_variables"]
+            if registry and "image" in variables:
+                variables["image"] = f"{registry.rstrip('/')}/{variables['image']}"
         for entry in document["deployments"]:
             entry["work_pool"] = pools[entry["work_pool"]["name"]]
     except (KeyError, TypeError) as error:

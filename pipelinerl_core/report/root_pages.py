@@ -133,7 +133,8 @@ class RootPages:
             return run.name, None
         # A page that was just opened cannot know yet that a hub on another host is dead.
         state = status["state"] if run.state == "running" else run.state
-        return run.name, {**status, "run_id": run.name, "state": state}
+        info = {"name": run.given_name, "owner": run.owner, "preset": run.preset}
+        return run.name, {**status, "run_id": run.name, "state": state, "info": info}
 
     def _targets(self, run: ListedRun) -> list[dict[str, Any]]:
         try:

@@ -62,6 +62,9 @@ class ListedRun:
     steps: int = 0
     model: str = ""
     """model.path of the configuration."""
+    preset: str = ""
+    given_name: str = ""
+    """tracking.name of the configuration."""
     owner: str = ""
     tags: tuple[str, ...] = ()
     notes: str = ""
@@ -241,9 +244,11 @@ def _read(store: ObjectStore, record: RunRecord, watch: HubWatch, commits: Commi
         step=step,
         steps=steps,
         model=str(record.config.get("model", {}).get("path", "")),
+        preset=record.preset,
+        given_name=_tracking(record).get("name", ""),
         owner=record.owner,
         tags=_tags(record),
-        notes=str(record.config.get("tracking", {}).get("notes", "")),
+        notes=_tracking(record).get("notes", ""),
         parent=record.parent,
         active_at=last.committed_at if last else record.created_at,
         reward=last.metrics.get("reward/mean") if last else None,
@@ -270,6 +275,11 @@ def _gpus(store: ObjectStore, record: RunRecord) -> int:
         return needed_gpus(resume_config(build_config(record.config), resume_overrides(store)))[0]
     except ConfigError:  # of a release with other keys: the other figures are known
         return 0
+
+
+def _tracking(record: RunRecord) -> dict[str, str]:
+    """The values of the section tracking as text."""
+    return {key: str(value) for key, value in record.config.get("tracking", {}).items()}
 
 
 def _tags(record: RunRecord) -> tuple[str, ...]:

@@ -124,7 +124,9 @@ def find_run(url: str) -> RunContext | None:
     return open_run(url) if open_store(url).exists(RUN_KEY) else None
 
 
-def create_run(url: str, config: RunConfig, *, flow_run_id: str, mlflow: MlflowRef | None) -> RunContext:
+def create_run(
+    url: str, config: RunConfig, *, flow_run_id: str, mlflow: MlflowRef | None, preset: str = ""
+) -> RunContext:
     """Write run.json and open the run; an existing run.json stays."""
     store = open_store(url)
     code = store_code(store, config)
@@ -140,6 +142,7 @@ def create_run(url: str, config: RunConfig, *, flow_run_id: str, mlflow: MlflowR
         packages=installed_packages(config),
         commits=code_commits(config),
         owner=owner_of(config),
+        preset=preset,
         parent=parent_of(config),
         files=local_files(config),
     )

@@ -20,6 +20,7 @@
   compacted/rollouts/<a>-<b>.<k>.parquet the rows of the groups that these commits decided
   evals/<version>.json                   held-out accuracy of a version
   evals/<version>.<set>.json             the same on a set of eval.sets, or on a part of a mixture
+  logs/<role>@<host>.json                on a remote store: the last lines of a role's log
   roles/<role>-<name>.json               address of a live role's health and metrics; removed at the role's end
   prediction.json                        speed and lag in closed form, if the machine is calibrated
   garbage.json                           what the last `pipelinerl gc` would remove, for the next one
@@ -54,6 +55,7 @@ WEIGHTS_TABLE_KEY = "weights.parquet"
 ROLES_PREFIX = "roles"
 EVALS_PREFIX = "evals"
 LIVES_PREFIX = "lives"
+LOGS_PREFIX = "logs"
 RETIRED_PREFIX = "retired"
 BATCHES_PREFIX = "batches"
 COMMITS_PREFIX = "commits"
@@ -207,6 +209,11 @@ def role_key(role: str, name: str) -> str:
     return f"{ROLES_PREFIX}/{role}-{name}.json"
 
 
+def log_key(name: str, host: str) -> str:
+    """Copy of the last lines of a role's log on a host."""
+    return f"{LOGS_PREFIX}/{name}@{host}.json"
+
+
 def rendezvous_key(epoch: int) -> str:
     """meetings/<epoch>.json: rendezvous of the ranks."""
     return f"{RENDEZVOUS_PREFIX}/{epoch:08d}.json"
@@ -250,6 +257,8 @@ class RunRecord(Record):
     """The same names -> commit of the git checkout that has the file; "-dirty" at the end: with other changes."""
     owner: str = ""
     """Whose run this is: tracking.owner, else user@host of the process that started the run."""
+    preset: str = ""
+    """Preset or TOML file that the configuration starts from; empty: recorded before, or an arm of a comparison."""
     parent: str = ""
     """RUN@VERSION whose exported weights are the starting model; empty for another model."""
     files: dict[str, str] = {}
@@ -262,6 +271,23 @@ class RunRecord(Record):
         if not isinstance(config.get("trainer", {}), dict):
             raise ValueError("config.trainer is no object")
         return {**config, "trainer": {**_BEFORE, **config["trainer"]}} if "trainer" in config else config
+
+
+class LogRecord(Record):
+    """logs/<role>@<host>.json: the last lines of a role's log on a host, without secrets."""
+
+    name: str
+    """Of the role: hub, trainer, actor-0, ..."""
+    host: str
+    at: Seconds
+    """Unix seconds of the copy; a later copy is made only if the log has grown."""
+    num_lines: Count
+    """Of the log, since the role was started on this host."""
+    num_warnings: Count
+    num_errors: Count
+    last_problem: str
+    """Newest warning or error."""
+    last_lines: tuple[str, ...]
 
 
 class EpochRecord(Record):

@@ -178,10 +178,15 @@ def check_fit(config: RunConfig) -> list[str]:
     ]
 
 
-def shared_memory_of(config: RunConfig, role: str) -> float | None:
-    """Bytes of /dev/shm that a container of the role `actor` or `trainer` needs; None if the model is unknown."""
+def container_bytes(config: RunConfig, role: str) -> tuple[float, float] | None:
+    """Bytes of memory, without /dev/shm, and of /dev/shm that a container of the role `actor` or `trainer` needs.
+
+    None if the model is unknown. Memory of the trainer: of all its ranks.
+    """
     fit = fit_of(config)
-    return None if fit is None else next(role_fit.shared_bytes for role_fit in fit.roles if role_fit.role == role)
+    if fit is None:
+        return None
+    return next((role_fit.host_bytes, role_fit.shared_bytes) for role_fit in fit.roles if role_fit.role == role)
 
 
 def _trainer(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit:

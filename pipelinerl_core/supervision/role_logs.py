@@ -2,12 +2,11 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.telemetry.log_lines import level_of
 from pipelinerl_core.telemetry.redact import redact_text
 
@@ -44,11 +43,12 @@ class LogDigest:
 class RoleLog:
     """The log file of a supervised child; the child writes with O_APPEND, so that the supervisor can truncate."""
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
-        """The file and the rotated file (.1) have at most half of `max_bytes` each."""
+    def __init__(self, path: Path, max_bytes: int, on_line: Callable[[str], None] = lambda line: None) -> None:
+        """The file and the rotated file (.1) have at most half of `max_bytes` each. on_line: gets each new line."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.digest = LogDigest()
+        self._on_line = on_line
         self._half_bytes = max(1, max_bytes // 2)
         self._counted = self._process_start = path.stat().st_size if path.exists() else 0
 
@@ -58,12 +58,17 @@ class RoleLog:
         self._process_start = stream.tell()
         return stream
 
-    def rotate_if_large(self) -> None:
-        """Copy the log to `<path>.1` and truncate; lines written between copy and truncation are lost."""
-        if self.path.stat().st_size <= self._half_bytes:
+    def look(self) -> None:
+        """Count the new complete lines; if the log is large, copy the log to `<path>.1` and truncate.
+
+        Lines written between copy and truncation are lost.
+        """
+        size = self.path.stat().st_size
+        if size > self._counted:
+            self._count(complete_only=size <= self._half_bytes)
+        if size <= self._half_bytes:
             return
-        self.count()
-        older, making = self.path.with_name(f"{self.path.name}.1"), self.path.with_name(f"{self.path.name}.new")
+        older, making = rotated(self.path), self.path.with_name(f"{self.path.name}.new")
         with self.path.open("rb") as source, making.open("wb") as copy:
             while chunk := source.read(_CHUNK_BYTES):
                 copy.write(chunk)
@@ -73,16 +78,28 @@ class RoleLog:
 
     def count(self) -> LogDigest:
         """The digest, including the lines written since the previous call."""
+        self._count(complete_only=False)
+        return self.digest
+
+    def _count(self, *, complete_only: bool) -> None:
         with self.path.open("rb") as log:
             log.seek(self._counted)
-            for line in log:
-                self.digest.add(line.decode(errors="replace"))
-            self._counted = log.tell()
-        return self.digest
+            for data in log:
+                if complete_only and not data.endswith(b"\n"):
+                    break
+                self._counted += len(data)
+                line = data.decode(errors="replace")
+                self.digest.add(line)
+                self._on_line(line)
 
     def last_lines(self, number: int) -> list[str]:
         """The last lines that the role's current process has written, without secrets."""
         return [redact_text(line) for line in tail(self.path, number, self._process_start)]
+
+
+def rotated(path: Path) -> Path:
+    """The file with the lines of a log before its truncation."""
+    return path.with_name(f"{path.name}.1")
 
 
 def tail(path: Path, number: int, start: int = 0) -> list[str]:
@@ -95,22 +112,9 @@ def tail(path: Path, number: int, start: int = 0) -> list[str]:
     return lines[-number:] if number else []
 
 
-def log_files(directory: Path, role: str = "") -> dict[str, Path]:
-    """Role name -> log, for names equal to `role` or starting with `role-`; ConfigError if there is no such log."""
-    logs = {path.stem: path for path in sorted(directory.glob("*.log"))}
-    if not logs:
-        raise ConfigError(f"no logs at {directory}: each role writes its log on its own host; run the command there")
-    chosen = {path.stem: path for path in _matching(directory, role)}
-    if not chosen:
-        raise ConfigError(f"--role {role}: no log of this role at {directory}. Set one of: {', '.join(logs)}")
-    return chosen
-
-
-def log_of_failure(directory: Path, message: str) -> Path | None:
-    """The log of the role whose name begins the message of its failure, else the log that was written last."""
-    logs = sorted(directory.glob("*.log"), key=lambda path: path.stat().st_mtime)
-    named = [path for path in logs if message.startswith((f"{path.stem}:", f"{path.stem} "))]
-    return next(iter([*named, *reversed(logs)]), None)
+def is_of(name: str, role: str) -> bool:
+    """Whether a role has this name, or is of this kind: actor-1 is an actor. Every role is of the kind ""."""
+    return not role or f"{name}-".startswith(f"{role}-")
 
 
 def digest_rows(directory: Path) -> list[dict[str, Any]]:
@@ -118,7 +122,7 @@ def digest_rows(directory: Path) -> list[dict[str, Any]]:
     rows = []
     for path in sorted(directory.glob("*.log")):
         digest, size = LogDigest(), 0
-        for part in (path.with_name(f"{path.name}.1"), path):
+        for part in (rotated(path), path):
             if part.exists():
                 size += part.stat().st_size
                 with part.open(errors="replace") as log:
@@ -148,7 +152,7 @@ def follow(directory: Path, role: str = "", *, pause_seconds: float = FOLLOW_SEC
 
 
 def _matching(directory: Path, role: str) -> Sequence[Path]:
-    return [path for path in sorted(directory.glob("*.log")) if not role or f"{path.stem}-".startswith(f"{role}-")]
+    return [path for path in sorted(directory.glob("*.log")) if is_of(path.stem, role)]
 
 
 def _read_from(path: Path, offset: int) -> tuple[list[str], int]:

@@ -17,7 +17,10 @@ from pipelinerl_core.run.locate import remove_shared_memory
 from pipelinerl_core.run.records import EvalRecord
 from pipelinerl_core.run.versions import ALL, DUE, names_several
 from pipelinerl_core.supervision.gpus import claimed_gpus
+from pipelinerl_core.supervision.log_copies import copied_log
 from pipelinerl_core.supervision.role_commands import role_command, role_environment
+from pipelinerl_core.supervision.role_logs import RoleLog
+from pipelinerl_core.supervision.role_problems import RoleProblems
 from pipelinerl_core.supervision.supervise import STABLE_SECONDS, STOP_SECONDS, RoleReport, supervise_role
 
 HUB_RETURN_SECONDS = 10.0
@@ -59,13 +62,14 @@ def evaluate(run: RunContext, version: str, stop: Event, enough: float | None = 
 
 def supervise(run: RunContext, role: str, name: str, arguments: dict[str, str], stop: Event) -> RoleReport:
     """`supervise_role` with the command, environment, GPUs and log file of a role of this run."""
+    path = log_directory(run.store.url, run.run_id) / f"{name}.log"
+    log = RoleLog(path, run.config.tracking.log_bytes, RoleProblems(name).add)
     try:
-        with claimed_gpus(run.config, run.run_id, role, name, stop) as gpus:
+        with claimed_gpus(run.config, run.run_id, role, name, stop) as gpus, copied_log(run, name, log):
             return supervise_role(
                 role_command(role, {"run": run.store.url, **arguments}),
                 env={**role_environment(run.config.placement.threads, run.token), **gpus},
-                log_path=log_directory(run.store.url, run.run_id) / f"{name}.log",
-                max_log_bytes=run.config.tracking.log_bytes,
+                log=log,
                 max_restarts=run.config.placement.max_restarts,
                 stop=stop,
                 name=name,

@@ -79,11 +79,10 @@ def supervise_role(
     command: Sequence[str],
     *,
     env: Mapping[str, str],
-    log_path: Path,
+    log: RoleLog,
     max_restarts: int,
     stop: Event,
     name: str,
-    max_log_bytes: int,
     ready_check: Callable[[], bool] | None = None,
     ready_seconds: float = READY_SECONDS,
     stop_seconds: float = STOP_SECONDS,
@@ -103,7 +102,6 @@ def supervise_role(
     failures in a row, each within `stable_seconds`, raises RoleFailed with the last lines of the log; if the last
     process ended because the store did not answer (exit code 4), StoreUnavailable with these lines.
     """
-    log = RoleLog(log_path, max_log_bytes)
     begun = time.monotonic()
     restarts = 0
     budget = RestartBudget(
@@ -139,7 +137,7 @@ def supervise_role(
         backoff = min(FIRST_BACKOFF_SECONDS * 2 ** (budget.count - 1), LAST_BACKOFF_SECONDS)
         logger.warning("%s: %s; %s in %.1f s", name, reason, budget.restart_text, backoff)
         is_over = stop.wait(backoff)
-    digest = log.count()
+    digest = log.digest
     logger.log(
         logging.WARNING if digest.num_errors else logging.INFO,
         "%s: ended after %.0f s and %d restarts; its log has %d warnings and %d errors",
@@ -151,7 +149,7 @@ def supervise_role(
         restarts=restarts,
         seconds=time.monotonic() - begun,
         stopped=stop.is_set(),
-        log_path=log_path,
+        log_path=log.path,
         num_warnings=digest.num_warnings,
         num_errors=digest.num_errors,
     )
@@ -231,7 +229,7 @@ class _RoleProcess:
                 is_ready = ready_check()
                 if not is_ready and time.monotonic() > deadline:
                     return f"not ready within {ready_seconds:.0f} s"
-            self.log.rotate_if_large()
+            self.log.look()
             stop.wait(POLL_SECONDS)
         return None
 
@@ -247,6 +245,7 @@ class _RoleProcess:
         except subprocess.TimeoutExpired:  # in a call of the kernel, for example to a disk that does not answer
             self.exit_code = -signal.SIGKILL
             logger.warning("pid %d has not ended %g s after SIGKILL", self.process.pid, _KILL_WAIT_SECONDS)
+        self.log.count()
 
 
 def _raise_if_final(

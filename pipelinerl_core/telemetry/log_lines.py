@@ -19,9 +19,10 @@ _LEVELS = (
     re.compile(r'\{"time": "[^"]*", "level": "(?P<level>[A-Z]+)"'),  # RoleFormatter, JSON
     re.compile(r"(?:\([^)]*\) )?(?P<level>[A-Z]+) \d\d-\d\d [\d:]+ "),  # vLLM
 )
+_JSON_START = '{"time": "'
 _ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 _MIN_SECRET = 8  # characters
-_TRACEBACK = "Traceback (most recent call last):"
+TRACEBACK = "Traceback (most recent call last):"
 
 
 class RoleFormatter(logging.Formatter):
@@ -85,9 +86,22 @@ def printable(text: str) -> str:
     )
 
 
+def message_of(line: str) -> str:
+    """The text of a line of a role's log without time and level; of a JSON line, its message and exception."""
+    if line.startswith(_JSON_START):
+        try:
+            event = json.loads(line)
+            exception = str(event.get("exception", "")).strip().rpartition("\n")[2]
+            return f"{event['logger']}: {event['message']}{f': {exception}' if exception else ''}"
+        except (ValueError, KeyError, AttributeError):  # a line that is cut
+            return line
+    matches = (form.match(line) for form in _LEVELS)
+    return next((line[match.end() :] for match in matches if match), line)
+
+
 def level_of(line: str) -> str:
     """WARNING, ERROR, INFO, ... of a line of a role's log; empty without a level. A traceback is ERROR."""
-    if line.startswith(_TRACEBACK):
+    if line.startswith(TRACEBACK):
         return "ERROR"
     for form in _LEVELS:
         match = form.match(line)

@@ -22,6 +22,7 @@ Group = Literal["trainer", "evaluator", "tracker", "system", "run", "role"]
 Kind = Literal["gauge", "counter", "histogram"]
 
 ALL_ROLES = ("hub", "actor", "trainer", "evaluator")
+RUN_LABELS = ("name", "owner", "preset")
 # Buckets in seconds: a swap or a write to the store takes milliseconds, a step or a wait up to minutes.
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 _LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
@@ -286,6 +287,7 @@ _DECLARED = (
     _run("leased_groups", "", "Groups that actors work on."),
     _run("state", "", "1 for the state of the run.", labels=("state",)),
     _run("hub_silent_seconds", "seconds", "Time since the last heartbeat of a hub that has not ended by itself."),
+    _run("run_info", "", "1; the labels describe the run: tracking.name, owner and preset.", labels=RUN_LABELS),
     _run("actor_running", "", "Sequences in decoding.", labels=("actor",)),
     _run("actor_waiting", "", "Sequences that wait for a slot.", labels=("actor",)),
     _run("actor_slots", "", "Slots.", labels=("actor",)),

@@ -17,7 +17,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from pipelinerl_core.telemetry.metrics import METRICS, Metric
+from pipelinerl_core.telemetry.metrics import METRICS, RUN_LABELS, Metric
 from pipelinerl_core.types import Fate
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -77,7 +77,8 @@ class RoleMetrics:
 def runs_exposition(statuses: Iterable[Mapping[str, Any]], unreadable: Iterable[str] = ()) -> bytes:
     """The metrics of runs in the text format, from status documents (report/live_view.py), without empty values.
 
-    unreadable: ids of runs that cannot be read; only their state is exported.
+    `info` of a document: values of RUN_LABELS. unreadable: ids of runs that cannot be read; only their state is
+    exported.
     """
     registry = _empty_registry()
     built: dict[str, Counter | Gauge] = {}
@@ -93,12 +94,13 @@ def runs_exposition(statuses: Iterable[Mapping[str, Any]], unreadable: Iterable[
                 assert not isinstance(metric, Histogram)
                 built[name] = metric
             for label, sample in samples.items():
-                built[name].labels(*((run, label) if METRICS[name].labels else (run,))).inc(float(sample))
+                labels = label if isinstance(label, tuple) else (label,) * len(METRICS[name].labels)
+                built[name].labels(run, *labels).inc(float(sample))
     return generate_latest(registry)
 
 
 def _run_values(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Name -> value, or values by label."""
+    """Name -> value, or values by label or labels."""
     actors = _newest_epochs(status["actors"])
 
     def of_actors(key: str) -> dict[str, int]:
@@ -120,6 +122,7 @@ def _run_values(status: Mapping[str, Any]) -> dict[str, Any]:
         "leased_groups": status["leased"],
         "state": {state: status["state"] == state for state in STATES},
         "hub_silent_seconds": None if hub is None or hub["ended"] else hub["silent_seconds"],
+        "run_info": {tuple(status["info"][label] for label in RUN_LABELS): 1} if "info" in status else {},
         "actor_running": of_actors("running"),
         "actor_waiting": of_actors("waiting"),
         "actor_slots": of_actors("concurrency"),

@@ -9,6 +9,7 @@ wrong answer of a store cannot delete what a run needs. The last two classes do 
 | checkpoints | all except the checkpoint of step 0 and the newest two (only the newest in a finished run) | always |
 | weights | durable versions beyond `weights.keep` (run/versions.py) | always |
 | partials | logs of decided groups; in a finished run all logs | always |
+| logs | copies of the last lines of a role from a host, if another host has newer ones | always |
 | rollouts | segments in which every group is decided; the trained rows are elsewhere, too | with --rollouts |
 | unfinished | at once: files and multipart uploads of killed writers | always |
 | shared_memory | at once: shared memory of this host, of runs under the same root that were killed | always |
@@ -51,10 +52,12 @@ from pipelinerl_core.run.records import (
     GarbageRecord,
     batch_key,
     checkpoint_prefix,
+    log_key,
     parse_retired_key,
 )
 from pipelinerl_core.run.versions import remove_weights, retained, stored_versions
 from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.supervision.log_copies import read_copies
 
 LIVE_MARGIN = 10
 """Steps between the newest commit of a live run and the commit that defines the garbage."""
@@ -140,6 +143,12 @@ class Collector:
         keys = list_keys(self._store, "partials")
         return keys if self._is_done else [key for key in keys if not self._is_open(self._logged(key))]
 
+    def logs(self) -> list[str]:
+        """Copies of logs that a newer copy of the same role from another host follows."""
+        copies = read_copies(self._store)
+        newest = {copy.name: copy.host for copy in copies}
+        return [log_key(copy.name, copy.host) for copy in copies if newest[copy.name] != copy.host]
+
     def rollouts(self) -> list[str]:
         """Segments in which every group is decided: below the low-water marks, and of retired actor epochs."""
         decided = []
@@ -188,6 +197,7 @@ class Garbage:
             "checkpoints": collector.checkpoints(),
             "weights": collector.weights(),
             "partials": collector.partials(),
+            "logs": collector.logs(),
         }
         """Class -> keys that `remove` deletes."""
         if with_rollouts:

@@ -29,6 +29,7 @@ TOOLS = [
 ]
 KUBERNETES = "1.33"
 """Whose schemas; the manifests use nothing newer."""
+CLAIM = yaml.safe_load((INFRA / "kubernetes" / "cache.yaml.example").read_text())["metadata"]["name"]
 # As Prefect's own worker makes the manifest of a flow run. The client only looks up blocks, of which there are none.
 RENDER = """
 import asyncio, json, sys
@@ -100,7 +101,7 @@ def test_the_linter_has_nothing_to_say_of_the_dockerfile(tools):
 
 def test_manifests_fit_the_schemas_of_kubernetes(tools):
     files = [*INFRA.glob("kubernetes/*.yaml"), *INFRA.glob("kubernetes/*.example")]
-    assert len(files) == 6
+    assert len(files) == 8
     validate(tools, *files)
 
 
@@ -112,7 +113,9 @@ def test_the_job_of_a_pool_is_valid_for_kubernetes_and_has_the_settings_of_opera
     tools, server_packages, tmp_path, pool, role, gpus, shared
 ):
     """With the variables of a run of 7 B parameters, as the train flow gives them."""
-    values = read_project(SHIPPED, "kubernetes")["definitions"]["pools"]["kubernetes"][pool]["job_variables"]
+    project = read_project(SHIPPED, "kubernetes", "registry.example/team/")
+    values = project["definitions"]["pools"]["kubernetes"][pool]["job_variables"]
+    values = {**values, "cache_volume": {"name": "cache", "persistentVolumeClaim": {"claimName": CLAIM}}}
     if role is not None:
         values = {**values, **job_variables(build_config(SIXTEEN), role)}
     template = json.loads((SHIPPED.parent / "work_pools" / "kubernetes.json").read_text())
@@ -132,7 +135,14 @@ def test_the_job_of_a_pool_is_valid_for_kubernetes_and_has_the_settings_of_opera
     assert pod["spec"]["volumes"][0]["emptyDir"] == {"medium": "Memory", "sizeLimit": shared}
     assert pod["spec"]["terminationGracePeriodSeconds"] > STOP_SECONDS
     assert pod["spec"]["securityContext"]["runAsNonRoot"]
-    assert {volume["name"] for volume in pod["spec"]["volumes"]} == {"dshm", "cache"}
+    assert pod["spec"]["volumes"][1] == {"name": "cache", "persistentVolumeClaim": {"claimName": CLAIM}}
+    assert job["spec"]["ttlSecondsAfterFinished"] == 86400
+    requests = container["resources"]["requests"]
+    assert float(requests["cpu"]) >= 2
+    assert int(requests["memory"].removesuffix("Gi")) > int(shared.removesuffix("Gi"))
+    (secret,) = container["envFrom"]
+    assert not secret["secretRef"].get("optional"), "without its root and keys, no pod starts"
+    assert container["image"].startswith("registry.example/team/pipelinerl-")
     assert pod["metadata"]["annotations"] == {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
     manifests = [part for file in INFRA.glob("kubernetes/*.yaml") for part in yaml.safe_load_all(file.read_text())]
     classes = {part["metadata"]["name"] for part in manifests if part["kind"] == "PriorityClass"}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -77,10 +78,31 @@ def test_a_run_on_s3_leaves_the_documented_layout(s3_url, rclone_server, tmp_pat
     last = json.loads(files.cat_file(sorted(files.glob(f"{run}/commits/{STEPS:08d}.*.json"))[-1]))
     assert last["manifest"]["key"].startswith(f"weights/{STEPS:08d}.")
 
+    assert_audit(report["run_id"], s3_url, environment)
+    assert_logs_on_another_host(report["run_id"], s3_url, tmp_path / "another-host", environment)
+
+
+def assert_audit(run_id, root, environment):
     audited = subprocess.run(
-        [sys.executable, "-m", "pipelinerl.flows.cli", "audit", report["run_id"], "--root", s3_url, "--json"],
+        [sys.executable, "-m", "pipelinerl.flows.cli", "audit", run_id, "--root", root, "--json"],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, timeout=120,
     )  # fmt: skip
     document = json.loads(audited.stdout)
     assert audited.returncode == 0, document["problems"]
     assert (document["commits"], document["lost"], document["trained_twice"]) == (STEPS + 1, 0, 0)
+
+
+def assert_logs_on_another_host(run_id, root, temporary, environment):
+    """`pipelinerl logs` where no role has written a log: the directory of the logs depends on TMPDIR."""
+    temporary.mkdir()
+    logs = subprocess.run(
+        [sys.executable, "-m", "pipelinerl.flows.cli", "logs", run_id, "--root", root, "--json"],
+        cwd=ROOT, env={**environment, "TMPDIR": str(temporary)}, stdout=subprocess.PIPE, text=True,
+        timeout=120, check=True,
+    )  # fmt: skip
+    roles = json.loads(logs.stdout)["roles"]
+    assert roles.keys() >= {"hub", "trainer", "actor-0"}
+    assert any(name.startswith("evaluator-") for name in roles)
+    for log in roles.values():
+        assert (log["is_here"], log["host"]) == (False, socket.gethostname())
+        assert log["last_lines"]

@@ -54,6 +54,15 @@ def test_every_variable_of_a_job_template_is_used_and_every_use_is_declared(kind
         assert set(pool["job_variables"]) <= used
 
 
+@pytest.mark.parametrize("kind", ["docker", "kubernetes"])
+def test_the_images_of_a_registry_are_those_of_the_pools_and_of_their_deployments(kind):
+    document = read_project(SHIPPED, kind, "ghcr.io/team")
+    for entry in document["deployments"]:
+        image = entry["work_pool"]["job_variables"]["image"]
+        assert re.fullmatch(r"ghcr\.io/team/pipelinerl-(control|actor|trainer):\d+\.\d+\.\d+", image)
+    assert "image" not in str(read_project(SHIPPED, "process", "ghcr.io/team")["definitions"]["pools"]["process"])
+
+
 def test_containers_of_docker_see_all_gpus_and_share_the_locks_that_assign_them():
     """A claim is a lock in /dev/shm of the host (supervision/gpus.py): containers must have the same one."""
     pools = read_project(SHIPPED, "docker")["definitions"]["pools"]["docker"]

@@ -23,6 +23,7 @@ EXAMPLES = {
     "steps": 20, "seed": 3, "actors": 2, "placement": "work_pools", "engine": "vllm", "concurrency": 32,
     "schedule": "april", "max_lag": 6, "groups_per_step": 4, "group_size": 4, "max_tokens": 32, "learning_rate": 2e-4,
     "loss": "dapo", "model": "/models/mine", "data": "rows.jsonl", "reward": "my.py:score", "environment": "",
+    "experiment": "study", "chat_template": True, "gpu": "H100", "trainer_ranks": 4, "lora_rank": 16, "eval_steps": 5,
     "name": "my run", "tags": "a,team:b", "notes": "why: x = 3", "owner": "alice",
 }  # fmt: skip
 
@@ -38,7 +39,7 @@ def bounds(field):
         (argument.__metadata__[0] for argument in get_args(field.annotation) if hasattr(argument, "__metadata__")),
         field,
     )
-    return {type(rule).__name__: rule for rule in number.metadata}
+    return {type(rule).__name__: repr(rule) for rule in number.metadata}
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("loss", LOSSES), ("engine", ENGINES), ("schedule", SCHEDULES)])

@@ -21,7 +21,7 @@ from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.drain import ask_to_drain
 from pipelinerl_core.run.records import eval_key
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.supervision import supervise
+from pipelinerl_core.supervision import role_problems, supervise
 from pipelinerl_core.supervision.supervise import RoleFailed
 from tests.fakes import MemoryStore
 from tests.synthetic_run import Shape, write_run
@@ -217,10 +217,12 @@ def test_the_flow_run_is_tagged_after_its_run_exists(tmp_path, monkeypatch):
         named.append((run_id, dict(parameters), tags, is_new))
 
     monkeypatch.setattr(train_flow, "name_flow_run", name_flow_run)
-    train_flow.open_at(url, config, {}, is_checked=True, parameters={"root": f"file://{tmp_path}"})
+    labels = {"preset": "quickstart"}
+    train_flow.open_at(url, config, labels, is_checked=True, parameters={"root": f"file://{tmp_path}"})
     assert named == [("r-1", {"root": f"file://{tmp_path}"}, ("exp42", "team:alice"), True)]
     record = open_run(url).record
     assert record.config["tracking"]["tags"] == ["exp42", "team:alice"]
+    assert record.preset == "quickstart"
     assert record.owner == f"{getpass.getuser()}@{socket.gethostname()}"
 
 
@@ -250,6 +252,6 @@ def test_a_flow_run_of_a_worker_does_not_fail_because_the_server_is_away_at_its_
 def test_log_lines_of_flows_and_tasks_reach_the_flow_run():
     shown = environment._DEFAULTS["PREFECT_LOGGING_EXTRA_LOGGERS"].split(",")
     train_flow.show_supervision()
-    for module in (preflight, train_flow, supervise):
+    for module in (preflight, train_flow, supervise, role_problems):
         assert any(module.logger.name.startswith(f"{name}.") for name in shown)
         assert module.logger.isEnabledFor(logging.INFO)

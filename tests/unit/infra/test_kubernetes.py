@@ -15,7 +15,7 @@ def of_kind(kind: str) -> list[dict]:
 
 
 def test_there_is_a_worker_for_each_pool_on_a_port_of_its_own():
-    (deployment,) = of_kind("Deployment")
+    (deployment,) = (part for part in of_kind("Deployment") if part["metadata"]["name"] == "pipelinerl-worker")
     containers = deployment["spec"]["template"]["spec"]["containers"]
     ports = set()
     for container in containers:
@@ -50,3 +50,24 @@ def test_a_trainer_goes_before_an_actor():
     value = {part["metadata"]["name"]: part["value"] for part in of_kind("PriorityClass")}
     priority = {name: value[pool["job_variables"]["priority_class_name"]] for name, pool in POOLS.items()}
     assert priority["control"] == priority["trainers"] > priority["actors"]
+
+
+def test_the_pages_of_all_runs_are_a_service_with_a_token_under_the_names_that_the_server_accepts():
+    (service,) = of_kind("Service")
+    (deployment,) = (part for part in of_kind("Deployment") if part["metadata"]["name"] == "pipelinerl-serve")
+    pod = deployment["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
+    assert f"--allowed-host={name}.{namespace}" in container["args"]
+    (port,) = service["spec"]["ports"]
+    assert f"--port={port['port']}" in container["args"]
+    (source,) = container["envFrom"]
+    secret = yaml.safe_load((ROOT / "infra" / "kubernetes" / "secret.yaml.example").read_text())
+    assert source["secretRef"]["name"] == secret["metadata"]["name"]
+    assert "PIPELINERL_SERVE_TOKEN" in secret["stringData"]
+
+
+def test_every_pool_requests_processor_and_memory():
+    for pool in POOLS.values():
+        assert {"cpu_request", "memory_request", "priority_class_name"} <= set(pool["job_variables"])

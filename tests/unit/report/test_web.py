@@ -311,9 +311,18 @@ def test_two_runs_side_by_side_show_figures_and_the_settings_that_differ(run, tm
 
 def test_prometheus_sees_every_run_of_the_root(run, tmp_path, monkeypatch):
     team(tmp_path / "runs")
+    named = open_store(str(tmp_path / "runs" / "b-2"))
+    record = json.loads(named.get(RUN_KEY))
+    record["config"]["tracking"]["name"] = 'half "rate"'
+    named.put(RUN_KEY, json.dumps({**record, "preset": "quickstart"}).encode())
     with serving(tmp_path / "runs") as served:
         families = {f.name: f for f in text_string_to_metric_families(get(f"{served}/metrics"))}
         assert {s.labels["run"] for s in families["pipelinerl_step"].samples} == {"a-1", "b-2"}
+        infos = [(s.value, s.labels) for s in families["pipelinerl_run_info"].samples]
+        assert sorted(infos, key=lambda info: info[1]["run"]) == [
+            (1.0, {"run": "a-1", "name": "", "owner": "alice", "preset": ""}),
+            (1.0, {"run": "b-2", "name": 'half "rate"', "owner": "bob", "preset": "quickstart"}),
+        ]
         monkeypatch.setattr(root_pages, "RECENT_SECONDS", 1.0)
         families = {f.name: f for f in text_string_to_metric_families(get(f"{served}/metrics"))}
         assert "pipelinerl_step" not in families, "these runs ended long ago"

@@ -8,7 +8,7 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.models.shapes import KNOWN_MODELS, shape_of
 from pipelinerl_core.supervision.cards import CARDS
-from pipelinerl_core.supervision.fit import card_of, check_fit, fit_of, shared_memory_of
+from pipelinerl_core.supervision.fit import card_of, check_fit, container_bytes, fit_of
 from tests.unit.supervision.test_gpus import host_of
 
 BASE = (
@@ -95,12 +95,14 @@ def test_an_engine_has_room_for_so_many_whole_sequences():
     assert fit.roles[1].gpus == 2
 
 
-def test_pods_have_shared_memory_for_the_size_of_the_model():
+def test_pods_have_memory_for_the_size_of_the_model():
     pooled = config(SEVEN, "weights.transport=object_store")
-    assert shared_memory_of(pooled, "actor") == 2 * 2 * NUM_7B + 2 * 2**30
-    assert shared_memory_of(pooled, "trainer") == 2 * 2**30
-    assert shared_memory_of(config(SEVEN), "trainer") == (6 + 2) * 2 * NUM_7B
-    assert shared_memory_of(config("model.path=somebody/unknown"), "trainer") is None
+    assert container_bytes(pooled, "actor")[1] == 2 * 2 * NUM_7B + 2 * 2**30
+    assert container_bytes(pooled, "trainer")[1] == 2 * 2**30
+    own, shared = container_bytes(config(SEVEN), "trainer")
+    assert shared == (6 + 2) * 2 * NUM_7B
+    assert own == next(role for role in fit_of(config(SEVEN)).roles if role.role == "trainer").host_bytes > 0
+    assert container_bytes(config("model.path=somebody/unknown"), "trainer") is None
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_sum_and_a_way_out():

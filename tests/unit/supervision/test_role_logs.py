@@ -4,8 +4,13 @@ import io
 import json
 import logging
 import os
+import re
+import socket
 import sys
 import threading
+import time
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -13,15 +18,18 @@ import pytest
 
 from pipelinerl.flows.cli.logs import show
 from pipelinerl.tasks import run_watch
-from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor, log_as
-from pipelinerl_core.run.context import open_run
+from pipelinerl_core.run.context import OUTER_TEMPORARY_VARIABLE, log_directory, open_run
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.supervision import role_logs
-from pipelinerl_core.supervision.role_logs import RoleLog, digest_rows, follow, log_files, tail
+from pipelinerl_core.supervision import log_copies, role_logs, role_problems
+from pipelinerl_core.supervision.log_copies import copied_log, read_copies
+from pipelinerl_core.supervision.role_logs import RoleLog, digest_rows, follow, tail
+from pipelinerl_core.supervision.role_problems import MAX_LINES, RoleProblems
 from pipelinerl_core.supervision.supervise import RoleFailed, supervise_role
 from pipelinerl_core.telemetry.log_lines import RoleFormatter, level_of
 from tests.synthetic_run import Shape, write_run
+from tests.waiting import wait_for
 
 SECRET = "S3cretTokenOfTheRun"
 
@@ -132,7 +140,7 @@ def test_a_log_is_cut_during_writing_and_every_line_is_counted(tmp_path):
         for index in range(1000):
             stream.write(f"2026-11-21 03:00:00,000 {'WARNING' if index % 10 == 0 else 'INFO'} r: {index}\n".encode())
             stream.flush()
-            log.rotate_if_large()
+            log.look()
             assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 4200
     digest = log.count()
     assert (digest.num_lines, digest.num_warnings, digest.num_errors) == (1000, 100, 0)
@@ -165,22 +173,29 @@ def test_a_supervised_role_that_writes_too_much_stays_small_and_is_quoted_withou
     path = tmp_path / "logs" / "role.log"
     with pytest.raises(RoleFailed, match=r"see https://\[redacted\]@host") as caught:
         supervise_role(
-            [sys.executable, "-I", "-S", "-c", program, f"{path}.1"], env=dict(os.environ), log_path=path,
-            max_restarts=0, stop=threading.Event(), name="role", max_log_bytes=2000,
+            [sys.executable, "-I", "-S", "-c", program, f"{path}.1"], env=dict(os.environ), log=RoleLog(path, 2000),
+            max_restarts=0, stop=threading.Event(), name="role",
         )  # fmt: skip
     assert "pw@" not in str(caught.value)
     assert path.with_name("role.log.1").exists()
 
 
-def test_roles_are_chosen_by_name_or_kind(tmp_path):
-    for name in ("actor-0", "actor-1", "hub"):
-        write(tmp_path / f"{name}.log", 1)
-    assert list(log_files(tmp_path, "actor")) == ["actor-0", "actor-1"]
-    assert list(log_files(tmp_path, "actor-1")) == ["actor-1"]
-    with pytest.raises(ConfigError, match=r"--role act: no log of this role.*actor-0, actor-1, hub"):
-        log_files(tmp_path, "act")
+def test_roles_are_chosen_by_name_or_kind(tmp_path, capsys):
+    def roles(role):
+        show(url, role, 1, keeps_on=False, as_json=True)
+        return list(json.loads(capsys.readouterr().out)["roles"])
+
+    write_run(open_store(str(tmp_path / "r-1")), Shape(steps=2))
+    url = f"file://{tmp_path}/r-1"
     with pytest.raises(ConfigError, match="no logs at"):
-        log_files(tmp_path / "nowhere")
+        roles("")
+    (tmp_path / "r-1" / "logs").mkdir()
+    for name in ("actor-0", "actor-1", "hub"):
+        write(tmp_path / "r-1" / "logs" / f"{name}.log", 1)
+    assert roles("actor") == ["actor-0", "actor-1"]
+    assert roles("actor-1") == ["actor-1"]
+    with pytest.raises(ConfigError, match=r"--role act: no log of this role.*actor-0, actor-1, hub"):
+        roles("act")
 
 
 def test_the_tail_is_the_last_lines_and_reads_only_the_end_of_the_file(tmp_path, monkeypatch):
@@ -239,5 +254,157 @@ def test_the_flow_run_keeps_a_table_of_the_logs_of_the_roles_even_after_a_failur
     tracker = MagicMock(logged=None)
     with pytest.raises(RuntimeError), run_watch.RunWatch(run, tracker):
         raise RuntimeError("the trainer failed")
-    assert [(row["role"], row["errors"]) for row in kept["synthetic-logs"]] == [("trainer", 3)]
+    (row,) = kept["synthetic-logs"]
+    assert (row["role"], row["host"], row["errors"]) == ("trainer", socket.gethostname(), 3)
     assert [call.args[0] for call in tracker.close.call_args_list] == ["FAILED"]
+
+
+def test_warnings_and_errors_of_a_role_reach_the_log_of_its_supervisor_with_its_name(tmp_path, caplog):
+    program = (
+        "import sys\n"
+        "stamp = '2026-11-21 03:00:00,000'\n"
+        "print(stamp, 'INFO r: all is well')\n"
+        "print(stamp, 'WARNING r: slow: https://u:pw@host')\n"
+        "sys.stdout.flush()\n"
+        "raise KeyError('no such row')"
+    )
+    log = RoleLog(tmp_path / "trainer.log", 1 << 20, RoleProblems("trainer").add)
+    with pytest.raises(RoleFailed):
+        supervise_role(
+            [sys.executable, "-I", "-S", "-c", program], env=dict(os.environ), log=log,
+            max_restarts=0, stop=threading.Event(), name="trainer",
+        )  # fmt: skip
+    shown = [(record.levelname, record.getMessage()) for record in caplog.records if record.levelno > logging.INFO]
+    assert shown == [
+        ("WARNING", "trainer: r: slow: https://[redacted]@host"),
+        ("ERROR", "trainer: KeyError: 'no such row'"),
+    ]
+
+
+def test_repeated_warnings_are_shown_once_and_others_are_bounded_in_rate(caplog, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(role_problems, "time", SimpleNamespace(monotonic=lambda: now))
+    problems = RoleProblems("actor-3")
+
+    def warn(text):
+        caplog.clear()
+        problems.add(f"2026-11-21 03:00:00,000 WARNING r: {text}\n")
+        return [record.getMessage() for record in caplog.records]
+
+    assert warn("group 17 took 3.5 s") == ["actor-3: r: group 17 took 3.5 s"]
+    assert not any(warn(f"group {number} took {number / 7} s") for number in range(1000))
+    assert warn("another") == ["actor-3: r: another (1000 more lines before are only in its log)"]
+    assert sum(len(warn("x" * length)) for length in range(1, 100)) == MAX_LINES - 2
+    now += 61.0
+    assert warn("y") == [f"actor-3: r: y ({99 - MAX_LINES + 2} more lines before are only in its log)"]
+    assert warn("group 17 took 3.5 s") == []
+    now += 600.0
+    assert warn("group 18 took 9.5 s") == [
+        "actor-3: r: group 18 took 9.5 s (1 more lines before are only in its log)"
+    ]
+    entry = {"time": "2026-11-21T03:00:00.000Z", "level": "ERROR", "logger": "r", "message": "step 3 failed"}
+    caplog.clear()
+    problems.add(json.dumps({**entry, "exception": "Traceback ...\nValueError: no"}) + "\n")
+    assert [record.getMessage() for record in caplog.records] == ["actor-3: r: step 3 failed: ValueError: no"]
+
+
+@pytest.fixture
+def remote(tmp_path, monkeypatch):
+    """A run whose store is no directory; its logs are below the temporary directory of the host."""
+    monkeypatch.setenv(OUTER_TEMPORARY_VARIABLE, str(tmp_path))
+    store = open_store(f"memory://{tmp_path.name}/r-1")
+    write_run(store, Shape(steps=2))
+    run = open_run(store.url)
+    return replace(run, token=SECRET)
+
+
+def copy_log(run, host, name, text, monkeypatch):
+    """As the supervisor of a role on a host does."""
+    path = log_directory(run.store.url, run.run_id) / f"{name}.log"
+    log = RoleLog(path, 1 << 20)
+    with monkeypatch.context() as on_host:
+        on_host.setattr("socket.gethostname", lambda: host)
+        with copied_log(run, name, log):
+            path.write_text(text)
+            log.count()
+    path.unlink()
+
+
+def test_the_last_lines_of_a_role_are_read_on_a_host_that_reaches_only_the_store(remote, monkeypatch, capsys):
+    lines = [f"2026-11-21 03:00:00,000 WARNING role: line {number} of {SECRET}" for number in range(600)]
+    copy_log(remote, "gpu-1", "trainer", "\n".join(lines) + "\nhttps://u:pw@host\n", monkeypatch)
+    (copy,) = read_copies(remote.store)
+    assert (copy.name, copy.host, copy.num_lines, copy.num_warnings) == ("trainer", "gpu-1", 601, 600)
+    assert time.time() - copy.at < 60
+    assert len(copy.last_lines) == 500
+    assert copy.last_lines[-2:] == (lines[-1].replace(SECRET, "[redacted]"), "https://[redacted]@host")
+    copy_log(remote, "gpu-2", "trainer", "line on gpu-2\n", monkeypatch)
+    write(log_directory(remote.store.url, remote.run_id) / "hub.log", 1)
+    show(remote.store.url, "", 2, keeps_on=False, as_json=False)
+    hub, place, last = capsys.readouterr().out.splitlines()
+    assert hub.startswith("hub | 2026")
+    assert re.fullmatch(r"--- trainer: host gpu-2, copied [-\d]+ [:\d]+; 1 older: --role trainer", place)
+    assert last == "trainer | line on gpu-2"
+    show(remote.store.url, "trainer", 1, keeps_on=False, as_json=False)
+    assert [line for line in capsys.readouterr().out.splitlines() if not line.startswith("---")] == [
+        "trainer | https://[redacted]@host",
+        "trainer | line on gpu-2",
+    ]
+    show(remote.store.url, "trainer", 1, keeps_on=False, as_json=True)
+    document = json.loads(capsys.readouterr().out)["roles"]["trainer"]
+    assert (document["host"], document["older"][0]["host"], document["older"][0]["warnings"]) == (
+        "gpu-2",
+        "gpu-1",
+        600,
+    )
+    with pytest.raises(ConfigError, match="--follow: no such role has run on this host"):
+        show(remote.store.url, "trainer", 1, keeps_on=True, as_json=False)
+
+
+def test_a_failure_names_the_log_of_its_role_on_another_host(remote, monkeypatch):
+    directory = log_directory(remote.store.url, remote.run_id)
+    copy_log(remote, "gpu-1", "trainer", "no space: https://u:pw@host\n", monkeypatch)
+    write(directory / "hub.log", 1)
+    failure = partial(log_copies.lines_of_failure, directory, remote.store, number=5)
+    assert failure("trainer: its flow run is Failed") == (
+        "`trainer` on host gpu-1", ["no space: https://[redacted]@host"],
+    )  # fmt: skip
+    place, lines = failure("something else")
+    assert place == f"`{directory}/hub.log` on host {socket.gethostname()}"
+    assert lines[0].endswith("line 000000")
+
+
+def test_the_copy_follows_the_log_through_a_cut_and_a_store_that_fails_does_not_hold_the_role(
+    remote, monkeypatch, caplog
+):
+    monkeypatch.setattr(log_copies, "COPY_SECONDS", 0.02)
+    path = log_directory(remote.store.url, remote.run_id) / "actor-0.log"
+    log = RoleLog(path, 4000)
+    with copied_log(remote, "actor-0", log), log.open():
+        write(path, 100)
+        log.look()
+        write(path, 1, start=100)
+        wait_for(lambda: any(copy.last_lines[-1].endswith("100") for copy in read_copies(remote.store)), "a copy")
+        assert len(read_copies(remote.store)[0].last_lines) == 101
+        monkeypatch.setattr(remote.store, "put", MagicMock(side_effect=StoreError("503")))
+        write(path, 1, start=101)
+        wait_for(lambda: caplog.records, "a warning")
+        monkeypatch.undo()
+        wait_for(lambda: read_copies(remote.store)[0].last_lines[-1].endswith("101"), "the next copy")
+    assert [record.getMessage() for record in caplog.records] == [
+        "the log of actor-0 could not be copied to the store, trying again: 503"
+    ]
+    silent = replace(remote, store=MagicMock(url="s3://silent/r-1", put=lambda *_: threading.Event().wait(60)))
+    monkeypatch.setattr(log_copies, "END_SECONDS", 0.05)
+    with copied_log(silent, "actor-0", log):
+        pass
+
+
+def test_a_run_in_a_directory_has_no_copies_because_its_logs_are_there(tmp_path):
+    store = open_store(str(tmp_path / "r-1"))
+    write_run(store, Shape(steps=2))
+    log = RoleLog(tmp_path / "r-1" / "logs" / "hub.log", 1 << 20)
+    with copied_log(open_run(store.url), "hub", log):
+        write(log.path, 3)
+    assert [key for key in store.list("") if key.startswith("logs")] == ["logs/hub.log"]
+    assert read_copies(store) == []

@@ -14,6 +14,7 @@ from pipelinerl_core.errors import ConfigError, Fenced, StoreUnavailable, Traini
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.supervision import process_groups, run_roles, supervise
 from pipelinerl_core.supervision.role_commands import role_command, role_environment
+from pipelinerl_core.supervision.role_logs import RoleLog
 from pipelinerl_core.supervision.supervise import RoleFailed, RoleReport, describe_exit, memory_kills, supervise_role
 from tests.processes import is_running
 from tests.waiting import wait_for
@@ -27,11 +28,10 @@ def _short_waits(monkeypatch):
 
 def run(tmp_path: Path, program: str, *, max_restarts: int = 2, **options) -> RoleReport:
     options.setdefault("stop", threading.Event())
-    options.setdefault("max_log_bytes", 1 << 20)
     return supervise_role(
         [sys.executable, "-I", "-S", "-c", program, str(tmp_path)],
         env=dict(os.environ),
-        log_path=tmp_path / "logs" / "role.log",
+        log=RoleLog(tmp_path / "logs" / "role.log", 1 << 20),
         max_restarts=max_restarts,
         name="role",
         **options,
@@ -84,13 +84,13 @@ def test_failures_before_a_long_life_are_not_counted(tmp_path):
 
 
 @pytest.mark.parametrize(("collective_seconds", "max_tokens"), [(600.0, 80), (3600.0, 80), (600.0, 32768)])
-def test_a_life_that_was_a_wait_in_vain_is_counted(collective_seconds, max_tokens, monkeypatch):
+def test_a_life_that_was_a_wait_in_vain_is_counted(tmp_path, collective_seconds, max_tokens, monkeypatch):
     """Groups never come, or ranks: the trainer gives up after its deadline, and has done so in every life."""
     given = {}
     monkeypatch.setattr(run_roles, "supervise_role", lambda command, **options: given.update(options))
     overrides = [f"trainer.collective_seconds={collective_seconds}", f"rollouts.max_tokens={max_tokens}"]
     config = load_config("quickstart", overrides)
-    run = SimpleNamespace(store=SimpleNamespace(url="/runs/one"), run_id="one", config=config, token="token")
+    run = SimpleNamespace(store=SimpleNamespace(url=f"file://{tmp_path}"), run_id="one", config=config, token="token")
     run_roles.supervise(run, "trainer", "trainer", {}, threading.Event())
     start_seconds = 300.0
     assert given["stable_seconds"] > start_seconds + max(config.group_seconds, collective_seconds)

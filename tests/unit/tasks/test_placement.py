@@ -4,6 +4,7 @@ Tests put fake members into the private table of RunRoles: its start would need 
 """
 
 import json
+import math
 import socket
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from pipelinerl_core.run.evaluations import SCHEDULED
 from pipelinerl_core.run.records import EpochRecord, eval_key
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision import run_roles
+from pipelinerl_core.supervision.fit import container_bytes
 from pipelinerl_core.supervision.supervise import STABLE_SECONDS, RoleFailed
 from tests.builders import epoch_record
 from tests.fakes import MemoryStore
@@ -451,17 +453,22 @@ def pooled_crew(values) -> RunRoles:
     return crew
 
 
-def test_pods_get_the_gpus_and_the_shared_memory_of_the_run(server, monkeypatch):
+def test_pods_get_the_gpus_and_the_memory_of_the_run(server, monkeypatch):
     monkeypatch.setattr(placement.Secret, "save", lambda *_, **__: None)
     server.template = json.loads((SHIPPED.parent / "work_pools" / "kubernetes.json").read_text())
     crew = pooled_crew(SIXTEEN)
     for name in ("trainer", "actor-5"):
         crew.start(name)
-    assert server.started == [
-        ("trainer/trainer", {"run_url": "/runs/run-1"}, {"gpu_count": 4, "shm_size": "2Gi"}),
-        # Two merged models of 15.2 GB, and 2 GiB of vLLM's workers.
-        ("actor/actor", {"run_url": "/runs/run-1", "name": "actor-5"}, {"gpu_count": 2, "shm_size": "31Gi"}),
-    ]
+    (trainer, parameters, variables), (actor, actor_parameters, actor_variables) = server.started
+    assert (trainer, parameters) == ("trainer/trainer", {"run_url": "/runs/run-1"})
+    assert (actor, actor_parameters) == ("actor/actor", {"run_url": "/runs/run-1", "name": "actor-5"})
+    assert (variables["gpu_count"], variables["shm_size"]) == (4, "2Gi")
+    # Two merged models of 15.2 GB, and 2 GiB of vLLM's workers.
+    assert (actor_variables["gpu_count"], actor_variables["shm_size"]) == (2, "31Gi")
+    # Kubernetes counts shared memory as memory of the pod: `pipelinerl doctor` shows both.
+    for role, sent in (("trainer", variables), ("actor", actor_variables)):
+        own, shared = container_bytes(build_config(SIXTEEN), role)
+        assert sent["memory_request"] == f"{math.ceil((own + shared) / 2**30)}Gi"
 
 
 @pytest.mark.parametrize("template", ["docker", ""])

@@ -4,6 +4,7 @@ import json
 import time
 from types import SimpleNamespace
 from unittest.mock import MagicMock
+from uuid import UUID
 
 import pytest
 from prefect.client.schemas.actions import ArtifactCreate
@@ -219,6 +220,35 @@ def test_a_failure_is_an_artifact_with_the_log_of_the_role_and_the_command_that_
     with pytest.raises(KeyboardInterrupt), watch:
         raise KeyboardInterrupt
     assert not made.called
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RoleFailed])
+def test_the_progress_of_a_run_that_was_cancelled_or_failed_is_that_of_its_last_commit(
+    tmp_path, clock, monkeypatch, error
+):
+    store = open_store(str(tmp_path / "r-1"))
+    write_run(store, Shape(steps=4))
+    last = {key: store.get(key) for key in store.list("commits") if "00000004" in key}
+    store.delete(list(last))
+    watch = RunWatch(open_run(store.url), MagicMock(logged=None, page=""))
+    shown = []
+    monkeypatch.setattr(
+        run_watch, "create_progress_artifact", lambda percent, **_: shown.append(percent) or UUID(int=1)
+    )
+    monkeypatch.setattr(run_watch, "update_progress_artifact", lambda _, percent: shown.append(percent))
+    for name in ("create_table_artifact", "create_markdown_artifact"):
+        monkeypatch.setattr(run_watch, name, MagicMock())
+
+    def train():
+        with watch:
+            look(watch, clock, 60.0)
+            for key, content in last.items():
+                store.put(key, content)
+            raise error
+
+    with pytest.raises(error):
+        train()
+    assert shown == [75.0, 100.0]
 
 
 def test_a_run_is_complete_with_its_last_commit(tmp_path, clock):

@@ -16,8 +16,10 @@ from pipelinerl_core.run import locate
 from pipelinerl_core.run.records import (
     HUB_KEY,
     CheckpointRef,
+    LogRecord,
     batch_key,
     commit_key,
+    log_key,
     partial_key,
     retired_key,
     rollout_key,
@@ -35,7 +37,9 @@ from tests.models import publish
 from tests.synthetic_run import Shape, put_record, write_run
 from tests.unit.tools.run_case import CONFIG, EPOCH, STEPS, change, commit_of, stored_run
 
-NOTHING = {name: [] for name in ("orphans", "checkpoints", "weights", "partials", "rollouts", "unfinished", "noted")}
+NOTHING = {
+    name: [] for name in ("orphans", "checkpoints", "weights", "partials", "logs", "rollouts", "unfinished", "noted")
+}
 LONGER = build_config({"trainer": {"steps": STEPS + 5}, "schedule": {"max_lag": 1}, "engine": {"concurrency": 8}})
 DONE = build_config({"trainer": {"steps": STEPS}, "schedule": {"max_lag": 1}, "engine": {"concurrency": 8}})
 
@@ -191,6 +195,16 @@ def test_a_run_that_starts_during_the_collection_is_left_alone(store, starts):
             BusyStore(store, "batches", lambda: starts(store)), LONGER, with_rollouts=True, dry_run=False, now=True
         )
     assert everything(store) == before
+
+
+def test_a_copy_of_a_log_goes_if_another_host_has_a_newer_one_of_the_role(store):
+    figures = {"num_lines": 1, "num_warnings": 0, "num_errors": 0, "last_problem": "", "last_lines": ("a line",)}
+    for at, (name, host) in enumerate([("trainer", "b"), ("actor-0", "a"), ("trainer", "c"), ("trainer", "a")]):
+        put_record(store, log_key(name, host), LogRecord(name=name, host=host, at=float(at), **figures))
+    older = [log_key("trainer", "b"), log_key("trainer", "c")]
+    assert collect(store, LONGER, with_rollouts=False, dry_run=False)["noted"] == older
+    assert collect(store, LONGER, with_rollouts=False, dry_run=False)["logs"] == older
+    assert store.list("logs") == [log_key("actor-0", "a"), log_key("trainer", "a")]
 
 
 def test_a_run_without_a_commit_keeps_everything(store):

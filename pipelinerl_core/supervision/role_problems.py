@@ -1,0 +1,59 @@
+"""Shows the warnings and errors of a role in the log of its supervisor, and so on the page of its flow run.
+
+A repeated line must not flood the Prefect server: lines that differ only in numbers are shown once in
+REPEAT_SECONDS, and a role shows at most MAX_LINES lines in MAX_LINES_SECONDS. The next line that is shown says how
+many were left out.
+"""
+
+import logging
+import re
+import time
+from collections import deque
+
+from pipelinerl_core.telemetry.log_lines import TRACEBACK, level_of, message_of, printable
+from pipelinerl_core.telemetry.redact import redact_text
+
+logger = logging.getLogger(__name__)
+
+REPEAT_SECONDS = 600.0
+MAX_LINES, MAX_LINES_SECONDS = 6, 60.0
+_SHOWN_CHARACTERS = 500
+_LEVELS = {"WARNING": logging.WARNING, "ERROR": logging.ERROR, "CRITICAL": logging.ERROR}
+_NUMBER = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
+"""Also of addresses and digests."""
+
+
+class RoleProblems:
+    """Warnings and errors of one role, over all its processes."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._is_in_traceback = False
+        self._shown_at: dict[str, float] = {}
+        """Line without its numbers -> time of its last show."""
+        self._recent: deque[float] = deque(maxlen=MAX_LINES)
+        self._num_left_out = 0
+
+    def add(self, line: str) -> None:
+        """Show a line of the role's log if it is a warning or an error; of a traceback, its exception."""
+        if line.startswith(TRACEBACK):
+            self._is_in_traceback = True
+        elif level_of(line) in _LEVELS:
+            self._show(_LEVELS[level_of(line)], message_of(line))
+        elif self._is_in_traceback and line.strip() and not line.startswith(" "):
+            self._is_in_traceback = False
+            self._show(logging.ERROR, line)
+
+    def _show(self, level: int, text: str) -> None:
+        text = printable(redact_text(text.strip()))[:_SHOWN_CHARACTERS]
+        now, form = time.monotonic(), _NUMBER.sub("0", text)
+        self._shown_at = {form: at for form, at in self._shown_at.items() if now - at < REPEAT_SECONDS}
+        is_full = len(self._recent) == MAX_LINES and now - self._recent[0] < MAX_LINES_SECONDS
+        if form in self._shown_at or is_full:
+            self._num_left_out += 1
+            return
+        self._shown_at[form] = now
+        self._recent.append(now)
+        left_out = f" ({self._num_left_out} more lines before are only in its log)" if self._num_left_out else ""
+        self._num_left_out = 0
+        logger.log(level, "%s: %s%s", self._name, text, left_out)
