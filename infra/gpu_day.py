@@ -83,6 +83,20 @@ STAGES: dict[int, tuple[str, tuple[Part, ...]]] = {
     )),
     2: ("the quickstart on one card", (Part("quickstart", "quickstart", (), 530, TOY),)),
     3: ("killed roles", (Part("quickstart with kills", "quickstart", ("--kill",), 530, ("--kill", *TOY)),)),
+    4: ("a weight version", tuple(
+        Part(f"swap {size}", "swap", ("--size", size, *more), seconds, ("--size", "tiny", *more))
+        for size, more, seconds in (("0.5b", (), 90), ("1.5b", (), 140), ("7b", ("--rank", "16"), 300))
+    )),
+    5: ("the learner", tuple(
+        Part(f"learner {size}", "learner", ("--size", size, *more), seconds, ("--size", "tiny", *more, "--tokens", "256"))
+        for size, more, seconds in (
+            ("0.5b", ("--plain",), 150), ("1.5b", ("--plain",), 160), ("7b", ("--rank", "16", "--tokens", "4096"), 220),
+        )
+    )),
+    6: ("schedules on one card", (
+        Part("schedules", "schedules", (), 400, TOY),
+        Part("SmolLM2", "smollm2", (), 350, None),
+    )),
 }  # fmt: skip
 
 

@@ -39,25 +39,27 @@ class LocalRun:
     def train(self, watch: Watcher = lambda run: None) -> dict[str, Any]:
         """Train to the last step, with evaluations before and after; watch: called while waiting.
 
-        Returns accuracies and seconds. Raises DeadlineExceeded, and the error of a role that failed.
+        Returns accuracies, the seconds from the start of the actor, and the monotonic time of the last step. Raises DeadlineExceeded, and the error of a role that failed.
         """
-        accuracies: dict[str, float] = {}
+        accuracies: dict[str, Any] = {}
         try:
             for role in ("hub", "trainer"):
                 self._start(role, role, {})
             self._wait("the initial weights", lambda: self.committed >= 0)
-            accuracies["accuracy_before"] = self._evaluate("first")
+            if self.context.config.eval.num_prompts:
+                accuracies["accuracy_before"] = self._evaluate("first")
             started = time.monotonic()
             self._start("actor", "actor-0", {"name": "actor-0"})
             self._wait("the last step", lambda: is_over(self.context), watch)
-            seconds = time.monotonic() - started
+            ended = time.monotonic()
             self._stop("actor-0")
-            accuracies["accuracy_after"] = self._evaluate("last")
+            if self.context.config.eval.num_prompts:
+                accuracies["accuracy_after"] = self._evaluate("last")
         finally:
             for name in ("actor-0", "trainer", "hub"):  # the others need the hub until their end
                 self._stop(name)
             remove_shared_memory(self.context)
-        return {**accuracies, "train_seconds": seconds}
+        return {**accuracies, "train_seconds": ended - started, "ended": ended}
 
     @property
     def committed(self) -> int:
