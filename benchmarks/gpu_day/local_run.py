@@ -39,7 +39,8 @@ class LocalRun:
     def train(self, watch: Watcher = lambda run: None) -> dict[str, Any]:
         """Train to the last step, with evaluations before and after; watch: called while waiting.
 
-        Returns accuracies, the seconds from the start of the actor, and the monotonic time of the last step. Raises DeadlineExceeded, and the error of a role that failed.
+        Returns accuracies, the seconds from the start of the actor, and the monotonic time of the last step. Raises
+        DeadlineExceeded, and the error of a role that failed.
         """
         accuracies: dict[str, Any] = {}
         try:

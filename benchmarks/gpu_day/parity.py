@@ -21,7 +21,7 @@ FULL = (
     "--learner-tokens",
     "4096",
 )
-TOY = ("--device", "cpu")
+TOY = ("--device", "cpu", "--slots", "2", "--max-tokens", "16", "--learner-tokens", "64")
 MEAN_OFF = {"float32": 1e-3, "bfloat16": 3e-2}
 """Largest mean difference of log-probabilities between a kind of attention and padded attention."""
 

@@ -4,7 +4,7 @@ Run: python -m benchmarks.gpu_day.schedules [--toy]
 
 The model has the shape of SmolLM2-135M and random weights; rewards are random. Pipeline: engine and learner compute
 side by side; conventional: by turns, both in a process of their own, which keeps its memory. The plain loop is
-transformers' `generate`, then one padded optimizer step, in one process, without scoring processes, store and commits.
+transformers' `generate`, then one padded optimizer step, in one process without scoring processes, store and commits.
 """
 
 import argparse
