@@ -86,10 +86,10 @@ def sized(module: str, size: str, seconds: float, *arguments: str, toy: tuple[st
 TOY = ("--toy",)
 STAGES: dict[int, tuple[str, tuple[Part, ...]]] = {
     1: ("imports, kernels, parity", (
-        day("imports", "imports", 90, toy=()),
-        day("kernels", "kernels", 120, toy=()),
-        day("parity float32", "parity", 150, "--dtype", "float32", toy=("--dtype", "float32", *TOY)),
-        day("parity bfloat16", "parity", 150, "--dtype", "bfloat16", toy=("--dtype", "bfloat16", *TOY)),
+        day("imports", "imports", 60, toy=()),
+        day("kernels", "kernels", 200, toy=()),
+        day("parity float32", "parity", 200, "--dtype", "float32", toy=("--dtype", "float32", *TOY)),
+        day("parity bfloat16", "parity", 200, "--dtype", "bfloat16", toy=("--dtype", "bfloat16", *TOY)),
     )),
     2: ("the quickstart on one card", (day("quickstart", "quickstart", 530, toy=TOY),)),
     3: ("killed roles", (day("quickstart with kills", "quickstart", 530, "--kill", toy=("--kill", *TOY)),)),

@@ -44,7 +44,7 @@ def main() -> int:
                 "difference": "-",
             }
         )
-    problems = [f"{row['check']}: {row['result']}" for row in rows if row["result"] == "DIFFERS"]
+    problems = [f"{row['check']}: {row['result']}" for row in rows if row["result"] == "FAILS"]
     return emit(rows, problems=problems)
 
 
@@ -58,7 +58,7 @@ def attention_row(kind: str, heads: tuple[int, int, int], dtype: torch.dtype, de
     if missing is not None:
         return {"check": name, "result": f"not run: {missing}", "difference": "-"}
     problem = trial(kind, shape)
-    return {"check": name, "result": "DIFFERS" if problem else "equal", "difference": problem or "-"}
+    return {"check": name, "result": "FAILS" if problem else "equal", "difference": problem or "-"}
 
 
 def logprob_row(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def logprob_row(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     )
     return {
         "check": f"log-probabilities, entropies and gradients against float64, {text_of(dtype)}",
-        "result": "equal" if difference <= TOLERANCE[dtype] else "DIFFERS",
+        "result": "equal" if difference <= TOLERANCE[dtype] else "FAILS",
         "difference": difference,
     }
 

@@ -29,7 +29,7 @@ from pipelinerl_core.prompts import build_source
 from pipelinerl_core.tools.audit import Audit
 
 FULL = (
-    "trainer.steps=12", "trainer.groups_per_step=32", "rollouts.max_tokens=256", "engine.concurrency=256",
+    "trainer.steps=12", "trainer.groups_per_step=16", "rollouts.max_tokens=256", "engine.concurrency=128",
     "trainer.pack_tokens=16384",
 )  # fmt: skip
 TOY = ("trainer.steps=3", "trainer.groups_per_step=4", "rollouts.max_tokens=16", "engine.concurrency=32")
@@ -70,7 +70,10 @@ def main() -> int:
                 rows.append(run_row(kind, f"file://{root}/{kind}", config))
             except PipelineRLError as error:
                 problems.append(f"{kind}: {error}")
-        rows.append(loop_row(config, f"{root}/model", device))
+        try:
+            rows.append(loop_row(config, f"{root}/model", device))
+        except torch.OutOfMemoryError as error:
+            problems.append(f"plain loop: {error}")
     return emit(rows, problems=problems)
 
 

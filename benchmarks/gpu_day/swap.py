@@ -11,10 +11,8 @@ import sys
 import tempfile
 
 from benchmarks import swap
-from benchmarks.engine_load import random_model
 from benchmarks.gpu_day.models import write_random
 from benchmarks.gpu_day.part import device_name, emit
-from benchmarks.gpu_engine import copy_seconds
 from benchmarks.sizes import SIZES
 from pipelinerl_core.models.resolve import load_config
 
@@ -29,34 +27,25 @@ def main() -> int:
     options = parser.parse_args()
     device, dtype = device_name(), "bfloat16"
     with tempfile.TemporaryDirectory(prefix="gpu-day-") as directory:
-        num_parameters = write_random(options.size, directory, dtype=dtype, device=device)
+        written = write_random(options.size, directory, dtype=dtype, device=device)
         config = load_config("quickstart", [
             f"model.path={directory}", f"model.dtype={dtype}", f"model.device={device}", "engine.concurrency=1",
             f"learner.lora_rank={options.rank}", "rollouts.max_tokens=8",
         ])  # fmt: skip
         measured = swap.measure(config, VERSIONS)
-    copied = device_copy_seconds(options.size, device)
     row = {
         "model": options.size,
-        "parameters, M": num_parameters / 1e6,
+        "parameters, M": written.num_parameters / 1e6,
         "GB": measured["bytes"] / 1e9,
-        "copy within the device, ms": 1e3 * copied,
+        "copy within the device, ms": 1e3 * written.copy_seconds,
         "copy from the learner, ms": 1e3 * measured["copy_wall_seconds"],
         "publish, ms": 1e3 * measured["publish_wall_seconds"],
         "fetch and stage, ms": 1e3 * measured["take_wall_seconds"],
         "pause, ms": 1e3 * measured["pause_seconds"],
-        "pause over copy": measured["pause_seconds"] / copied,
+        "pause over copy": measured["pause_seconds"] / written.copy_seconds,
         "longest hold of the interpreter lock, ms": 1e3 * measured["hold_seconds"],
     }
     return emit([row])
-
-
-def device_copy_seconds(size: str, device: str) -> float:
-    """Seconds of a copy of all weights of a model within the device."""
-    import torch
-
-    model = random_model(size, dtype=torch.bfloat16, device=device)
-    return copy_seconds([parameter.detach() for parameter in model.parameters()], device)
 
 
 if __name__ == "__main__":
