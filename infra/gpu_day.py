@@ -18,6 +18,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -99,9 +100,9 @@ STAGES: dict[int, tuple[str, tuple[Part, ...]]] = {
         sized("swap", "7b", 300, "--rank", "16"),
     )),
     5: ("the learner", (
-        sized("learner", "0.5b", 150, "--plain", toy=("--tokens", "256")),
-        sized("learner", "1.5b", 160, "--plain", toy=("--tokens", "256")),
-        sized("learner", "7b", 220, "--rank", "16", "--tokens", "4096", toy=("--tokens", "256")),
+        sized("learner", "0.5b", 150, "--plain", toy=("--tokens", "128")),
+        sized("learner", "1.5b", 160, "--plain", toy=("--tokens", "128")),
+        sized("learner", "7b", 220, "--rank", "16", "--tokens", "4096", toy=("--tokens", "128")),
     )),
     6: ("schedules on one card", (
         day("schedules", "schedules", 340, toy=TOY),
@@ -192,6 +193,8 @@ def run_stage(number: int, out: Path, packed: Path) -> int:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *unpacked(packed)]),
         "PYTHONUNBUFFERED": "1",
+        "PIPELINERL_CACHE": str(packed.absolute() / "cache"),  # stages 2 and 3 use one built model
+        "HF_HUB_OFFLINE": "1",
     }
     title, parts = STAGES[number]
     probed = probe(environment)
@@ -216,7 +219,11 @@ def unpacked(packed: Path) -> list[str]:
     """Directories for PYTHONPATH, with the wheels unpacked. Raises WrongUse if packages are missing."""
     site = packed / f"site-{sys.version_info[0]}.{sys.version_info[1]}"
     wheels = sorted((packed / "wheels").glob("*.whl"))
+    own = f"cp{sys.version_info[0]}{sys.version_info[1]}"
     for wheel in wheels:
+        tag = re.search(r"-(cp\d+)-\1-", wheel.name)
+        if tag and tag[1] != own:
+            raise WrongUse(f"{wheel.name} is for another Python than {sys.executable}: pack for {own}")
         stamp = site / f".{wheel.name}"
         if not stamp.exists():
             with zipfile.ZipFile(wheel) as archive:

@@ -135,6 +135,13 @@ def test_the_model_is_joined_when_all_of_its_parts_are_there(tmp_path, monkeypat
     assert Path(site, "model", "weights").stat().st_size == 2500
 
 
+def test_wheels_for_another_python_are_refused(tmp_path):
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels" / "blake3-1-cp39-cp39-manylinux2014_x86_64.whl").touch()
+    with pytest.raises(gpu_day.WrongUse, match="is for another Python than"):
+        gpu_day.unpacked(tmp_path)
+
+
 def test_an_unknown_stage_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu_day", "7"])
     assert gpu_day.main() == 2
