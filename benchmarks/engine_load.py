@@ -25,11 +25,14 @@ from pipelinerl_core.types import (
 )
 
 
-def random_model(size: str, *, dtype: torch.dtype = torch.float32) -> Any:
-    """A model in evaluation mode on the CPU; equal arguments give equal random weights."""
+def random_model(size: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+    """A model in evaluation mode; equal arguments give equal random weights.
+
+    device: where the weights are drawn; a CPU takes minutes for some billion weights.
+    """
     torch.manual_seed(0)
     model_class: Any = Qwen2ForCausalLM
-    with torch.device("cpu"):
+    with torch.device(device):
         return model_class(Qwen2Config(**SIZES[size], tie_word_embeddings=True)).to(dtype).eval()
 
 

@@ -71,12 +71,12 @@ class Part:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table, or one JSON document with --json; --out writes the table to a file too."""
-    options = _parse(arguments)
+    options = parse(arguments)
     problem = _problem(options)
     if problem is not None:
         sys.stderr.write(f"bench gpu: {problem}\n")
         sys.exit(EXIT_CONFIG)
-    result = _conditions(options)
+    result = conditions_of(options)
     code = run(parts_of(options), result, options.out)
     report.write(result, table, as_json=options.json)
     sys.exit(code)
@@ -246,7 +246,7 @@ def _problem_of_gpu() -> str | None:
     return f"{problem}, or set --device cpu, which tries the benchmark with tiny models"
 
 
-def _conditions(options: argparse.Namespace) -> dict[str, Any]:
+def conditions_of(options: argparse.Namespace) -> dict[str, Any]:
     """What the result is about."""
     import torch
 
@@ -266,7 +266,8 @@ def _conditions(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of the benchmark, with the defaults of their device."""
     parser = argparse.ArgumentParser(
         prog="benchmarks gpu",
         description=__doc__,

@@ -11,7 +11,7 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ async def _measure(kind: str, slots: int, options: argparse.Namespace) -> dict[s
     model = random_model(options.size, dtype=getattr(torch, options.dtype))
     update = update_of({name: p.detach().clone() for name, p in model.named_parameters()}, 0)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    copy_ms = 1e3 * _copy_seconds(update, options.device)
+    copy_ms = 1e3 * copy_seconds(update.tensors.values(), options.device)
     prompts = random_prompts(2 * slots, PROMPT_TOKENS, SIZES[options.size]["vocab_size"])
     with tempfile.TemporaryDirectory() as directory:
         engine = await _start(kind, slots, model, Path(directory), options)
@@ -189,9 +189,9 @@ def _parity(prompts: Int32Array, completions: list[Completion], options: argpars
     return logprob_parity(np.concatenate(engines), np.concatenate(trainers), options.dtype)
 
 
-def _copy_seconds(update: WeightUpdate, device: str) -> float:
+def copy_seconds(weights: Iterable[torch.Tensor], device: str) -> float:
     """Best of ten copies of all weights within the device."""
-    sources = [tensor.to(device) for tensor in update.tensors.values()]
+    sources = [tensor.to(device) for tensor in weights]
     targets = [torch.empty_like(tensor) for tensor in sources]
     best = float("inf")
     for _ in range(10):

@@ -48,6 +48,15 @@ SIZES: dict[str, dict[str, Any]] = {
         "intermediate_size": 8960,
         "max_position_embeddings": 4096,
     },
+    "7b": {
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18_944,
+        "max_position_embeddings": 4096,
+    },
 }
 """Shapes of random Qwen2 models with tied embeddings: the quickstart model (0.8 M parameters), a model of some
-millions, Qwen2.5-0.5B and Qwen2.5-1.5B."""
+millions, one of the size of SmolLM2-135M, Qwen2.5-0.5B, 1.5B and 7B."""

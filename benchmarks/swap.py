@@ -4,9 +4,10 @@ Each version takes the path of a run (docs/architecture.md, "One weight version"
 memory: copy of the learner's weights, digest and publication; mapping, verification (with adapters: merge) and
 staging by an actor; swap of an embedded engine. The model has random weights.
 
-CPU seconds are those of the process, the fastest of several versions. The longest hold of Python's interpreter lock
-is the longest time in which another thread of the process could not run, while this thread computed. Memory is what
-the resident memory of the process grew by, pages in shared memory included, in models.
+CPU seconds are those of the process, wall seconds those of a clock; both are the fastest of several versions. The
+longest hold of Python's interpreter lock is the longest time in which another thread of the process could not run,
+while this thread computed. Memory is what the resident memory of the process grew by, pages in shared memory
+included, in models.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,6 +32,7 @@ from benchmarks.sizes import SIZES
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.engine.embedded.load import load_engine
 from pipelinerl_core.models.resolve import load_config
+from pipelinerl_core.roles.runtime.device import model_device
 from pipelinerl_core.roles.runtime.inference import base_weights, model_directory
 from pipelinerl_core.roles.runtime.process import exit_codes, limit_threads
 from pipelinerl_core.roles.trainer.learners import build_alone
@@ -50,6 +52,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.cpu_seconds: dict[str, list[float]] = {}
+        self.wall_seconds: dict[str, list[float]] = {}
         self.hold_seconds: dict[str, float] = {}
         self.grown_bytes: dict[str, int] = {}
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
@@ -59,10 +62,12 @@ class Meter:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Measure what the block does."""
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-        before, self._hold, started = _memory("VmRSS"), 0.0, time.process_time()
+        with suppress(OSError):  # some containers refuse it: the peak then is that since the start
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        before, self._hold, begun, started = _memory("VmRSS"), 0.0, time.perf_counter(), time.process_time()
         yield
         self.cpu_seconds.setdefault(name, []).append(time.process_time() - started)
+        self.wall_seconds.setdefault(name, []).append(time.perf_counter() - begun)
         time.sleep(3 * _TICK_SECONDS)
         if len(self.cpu_seconds[name]) > 1:  # the first one warms up
             self.hold_seconds[name] = max(self.hold_seconds.get(name, 0.0), self._hold)
@@ -77,15 +82,17 @@ class Meter:
 
 
 def _memory(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return 1024 * int(line.split()[1])
+    lines = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return 1024 * int(next(lines, "- 0").split()[1])
 
 
 def measure(config: RunConfig, versions: int) -> dict[str, Any]:
     """Bytes of a version and figures of each stage, over `versions` versions after one that warms up."""
     run_id = f"bench-swap-{os.getpid()}"
     learner = build_alone(config)
-    engine = load_engine(model_directory(config), config, max_prompt_tokens=1)
+    engine = load_engine(
+        model_directory(config), config, max_prompt_tokens=1, device=model_device(config), eos_token_ids=()
+    )
     store = open_store(f"memory://{run_id}")
     publisher = WeightPublisher(store, run_id=run_id, epoch=1, use_shm=True)
     subscriber = WeightSubscriber(store, base_weights(config))
@@ -113,6 +120,7 @@ def measure(config: RunConfig, versions: int) -> dict[str, Any]:
     finally:
         shutil.rmtree(shm_directory(run_id), ignore_errors=True)
     figures = {f"{stage}_seconds": min(meter.cpu_seconds[stage][1:]) for stage in STAGES[:-1]}
+    figures |= {f"{stage}_wall_seconds": min(meter.wall_seconds[stage][1:]) for stage in STAGES[:-1]}
     return {
         "content": config.weights.content,
         "bytes": num_bytes,

@@ -62,7 +62,9 @@ def generate(task: PeerTask, prompts: list[Prompt]) -> Batch:
     rollouts = task.config.rollouts
     repeated = [prompt for prompt in prompts for _ in range(rollouts.group_size)]
     task.tokenizer.padding_side = "left"
-    inputs = task.tokenizer([prompt.text for prompt in repeated], return_tensors="pt", padding=True)
+    inputs = task.tokenizer([prompt.text for prompt in repeated], return_tensors="pt", padding=True).to(
+        task.model.device
+    )
     prompt_BP = inputs["input_ids"]
     token_ids_BS = task.model.generate(
         prompt_BP,
@@ -82,7 +84,7 @@ def generate(task: PeerTask, prompts: list[Prompt]) -> Batch:
         token_ids_BS=token_ids_BS,
         attention_BS=torch.cat([inputs["attention_mask"], sampled_BC.long()], dim=1),
         sampled_BC=sampled_BC,
-        rewards_B=torch.tensor(scores),
+        rewards_B=torch.tensor(scores, device=token_ids_BS.device),
     )
 
 

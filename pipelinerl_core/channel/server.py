@@ -9,17 +9,19 @@ import hmac
 import logging
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.flight as fl
 
 from pipelinerl_core.channel.admission import introduction
 from pipelinerl_core.channel.dispatcher import Dispatcher, PeerConnection
-from pipelinerl_core.channel.tls import Credentials
 from pipelinerl_core.data.checks import MAX_TOKENS_PER_ROW
 from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.interfaces import HubService
+
+if TYPE_CHECKING:
+    from pipelinerl_core.channel.tls import Credentials  # a hub without TLS needs no cryptography
 
 MAX_ROW_BYTES = 256 << 20
 """Largest record batch of one message, about 1,000 rollouts of 16k tokens."""
@@ -39,7 +41,7 @@ class HubServer:
         token: str,
         max_row_bytes: int = MAX_ROW_BYTES,
         max_tokens_per_row: int = MAX_TOKENS_PER_ROW,
-        credentials: Credentials | None = None,
+        credentials: "Credentials | None" = None,
     ) -> None:
         """With `credentials` the channel uses TLS. Raises ValueError for an empty token."""
         if not token:
@@ -66,7 +68,7 @@ class HubServer:
 
 
 class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no types
-    def __init__(self, dispatcher: Dispatcher, location: str, token: str, credentials: Credentials | None) -> None:
+    def __init__(self, dispatcher: Dispatcher, location: str, token: str, credentials: "Credentials | None") -> None:
         certificates = None if credentials is None else [tuple(credentials)]
         super().__init__(location, tls_certificates=certificates, middleware={"token": _TokenCheck(token)})
         self._dispatcher = dispatcher

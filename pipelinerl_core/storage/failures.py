@@ -12,13 +12,11 @@ import errno
 import logging
 import math
 import random
+import sys
 import time
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any, TypeVar
-
-from botocore.exceptions import BotoCoreError, HTTPClientError  # type: ignore[import-untyped]
-from botocore.exceptions import ConnectionError as BotoConnectionError
 
 from pipelinerl_core.errors import MissingObject, StoreError, StoreUnavailable
 
@@ -70,13 +68,22 @@ def failure_of(error: Exception) -> Failure:
         return Failure.EXISTS
     if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
         return Failure.MISSING
-    if isinstance(error, (HTTPClientError, BotoConnectionError)):
-        return Failure.OUTAGE
-    if isinstance(error, (BotoCoreError, TypeError, ValueError, PermissionError)):
+    if "botocore.exceptions" in sys.modules and (failure := _failure_of_client(error)):
+        return failure
+    if isinstance(error, (TypeError, ValueError, PermissionError)):
         return Failure.REFUSED
     if type(error) is OSError or isinstance(error, (BlockingIOError, InterruptedError)):
         return Failure.OUTAGE if error.errno in _OUTAGES else Failure.REFUSED
     return Failure.OUTAGE  # s3fs and aiohttp share no base class: timeouts, broken connections, torn documents
+
+
+def _failure_of_client(error: Exception) -> Failure | None:
+    """The meaning of an error of botocore; None for another error."""
+    from botocore import exceptions  # type: ignore[import-untyped]  # noqa: PLC0415 - only stores on S3 need it
+
+    if isinstance(error, (exceptions.HTTPClientError, exceptions.ConnectionError)):
+        return Failure.OUTAGE
+    return Failure.REFUSED if isinstance(error, exceptions.BotoCoreError) else None
 
 
 def _failure_of_answer(status: int, code: str) -> Failure:

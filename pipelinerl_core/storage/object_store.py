@@ -13,7 +13,6 @@ from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.storage.keys import check_prefix
 from pipelinerl_core.storage.local import FileStore, MemoryStore
-from pipelinerl_core.storage.s3 import S3Store
 
 CHECK_SECONDS = 5.0
 """How long `check_writable` waits for an endpoint."""
@@ -29,11 +28,17 @@ class Store(ObjectStore, Protocol):
         """The same store, which repeats a failing request for at most `seconds`."""
 
 
+def _open_s3(rest: str) -> Store:
+    from pipelinerl_core.storage.s3 import S3Store  # noqa: PLC0415 - a run on local disk needs no client of S3
+
+    return S3Store(f"s3://{check_prefix(rest)}")
+
+
 STORES: Mapping[str, Callable[[str], Store]] = MappingProxyType(
     {
         "file": lambda rest: FileStore(Path(rest).expanduser().absolute()),
         "memory": lambda rest: MemoryStore(check_prefix(rest)),
-        "s3": lambda rest: S3Store(f"s3://{check_prefix(rest)}"),
+        "s3": _open_s3,
     }
 )
 """URL scheme -> function from the part of the URL after "://" to the store."""

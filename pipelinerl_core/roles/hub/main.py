@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 
 from pipelinerl_core.channel.server import HubServer
-from pipelinerl_core.channel.tls import make_credentials
 from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.ledger import Ledger
 from pipelinerl_core.prompts import build_source
@@ -123,7 +122,11 @@ class HubProcess:
         self._store = context.store
         self.hub, self._epoch = start_hub(context)
         self._retiring = RetiringThread(self.hub, context.store)
-        credentials = make_credentials() if placement.hub_tls else None
+        credentials = None
+        if placement.hub_tls:
+            from pipelinerl_core.channel.tls import make_credentials  # noqa: PLC0415 - only TLS needs cryptography
+
+            credentials = make_credentials()
         # gRPC accepts any number of connections before it checks the token. The thread that writes hub.json starts
         # first and has its own file descriptors, so that connections cannot exhaust them.
         self._report_thread = ThreadPoolExecutor(1, thread_name_prefix="heartbeat", initializer=own_descriptors)

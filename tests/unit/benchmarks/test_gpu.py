@@ -90,7 +90,7 @@ def test_real_parts_that_run_out_of_memory_free_their_memory(monkeypatch, tmp_pa
         return sum(issubclass(type(instance), Qwen2ForCausalLM) for instance in gc.get_objects())
 
     monkeypatch.setattr(owner, method, run_out)
-    part = gpu.parts_of(gpu._parse(["--device", "cpu", "--dtype", "float32"]))[index]
+    part = gpu.parts_of(gpu.parse(["--device", "cpu", "--dtype", "float32"]))[index]
     before = num_models()
     _, parts, _, _ = run(tmp_path, part.measure, size=part.size, options=part.options)
     assert parts == [("not measured", f"out of memory at {options}")]
@@ -144,7 +144,7 @@ def test_ctrl_c_keeps_the_parts_that_were_measured(tmp_path):
 
 
 def test_the_defaults_of_a_gpu_and_of_a_cpu():
-    on_gpu, on_cpu = gpu._parse([]), gpu._parse(["--device", "cpu", "--learner-tokens", "64"])
+    on_gpu, on_cpu = gpu.parse([]), gpu.parse(["--device", "cpu", "--learner-tokens", "64"])
     assert on_gpu.learner_tokens == 8192
     assert [part.name for part in gpu.parts_of(on_gpu)] == [
         "engine embedded, 64 slots", "engine embedded, 256 slots", "engine vllm, 64 slots", "engine vllm, 256 slots",
@@ -155,7 +155,7 @@ def test_the_defaults_of_a_gpu_and_of_a_cpu():
         ),
     ]  # fmt: skip
     assert (on_cpu.size, on_cpu.slots, on_cpu.learner_sizes, on_cpu.learner_tokens) == ("tiny", [4], ["tiny"], 64)
-    assert gpu.parts_of(gpu._parse(["--engines", "--learner-sizes"])) == []
+    assert gpu.parts_of(gpu.parse(["--engines", "--learner-sizes"])) == []
 
 
 @pytest.mark.parametrize(

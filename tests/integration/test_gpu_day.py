@@ -1,0 +1,70 @@
+"""Stage 1 of `make gpu-day` from the packed wheels, where nothing but torch, transformers and their packages is."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import venv
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+
+from tests.integration.pipeline import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+PROGRAM = str(ROOT / "infra" / "gpu_day.py")
+PACKED = ("accelerate", "blake3", "peft", "prometheus_client", "psutil", "pyarrow", "pydantic", "pydantic_core")
+
+
+def needed_by(*names):
+    """Names of the installed distributions that these need, themselves included, optional ones excluded."""
+    closure, waiting = set(), list(names)
+    while waiting:
+        name = waiting.pop()
+        try:
+            requirements = distribution(name).requires or ()
+        except PackageNotFoundError:  # for another platform or Python
+            continue
+        if name not in closure:
+            closure.add(name)
+            waiting += [re.match(r"[\w.-]+", line)[0].lower() for line in requirements if "extra ==" not in line]
+    return closure
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory):
+    """An interpreter whose environment has torch, transformers and what these need, without pydantic."""
+    place = tmp_path_factory.mktemp("bare")
+    venv.create(place / "venv", with_pip=False, symlinks=True)
+    (site,) = (place / "venv" / "lib").glob("python*/site-packages")
+    for name in needed_by("torch", "transformers"):
+        for file in distribution(name).files:
+            top = file.parts[0]
+            if top not in ("..", "__pycache__", *PACKED) and not (site / top).exists():
+                (site / top).symlink_to(distribution(name).locate_file(top))
+    return str(place / "venv" / "bin" / "python")
+
+
+def test_stage_1_passes_where_only_torch_and_transformers_are_installed(bare_python, tmp_path):
+    version = ".".join(map(str, sys.version_info[:2]))
+    pack = [sys.executable, PROGRAM, "pack", "--packed", str(tmp_path / "packed"), "--python", version]
+    subprocess.run(pack, check=True, timeout=300)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path)}
+    absent = "import importlib.util, sys; sys.exit(any(map(importlib.util.find_spec, sys.argv[1:])))"
+    subprocess.run([bare_python, "-c", absent, *PACKED, "prefect", "mlflow", "s3fs"], env=environment, check=True)
+    out = tmp_path / "out"
+    command = [bare_python, PROGRAM, "1", "--packed", str(tmp_path / "packed"), "--out", str(out)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=560, cwd=tmp_path)
+    document = json.loads((out / "stage-1.json").read_text())
+    assert ended.returncode == 0, [part["status"] for part in document["parts"]]
+    assert {part["part"]: part["status"] for part in document["parts"]} == dict.fromkeys(
+        ("imports", "kernels", "parity float32", "parity bfloat16"), "measured"
+    )
+    tables = {part["part"]: part["document"]["tables"] for part in document["parts"]}
+    assert tables["parity float32"][0][0]["parity_ok"] is True
+    assert {row["result"] for row in tables["kernels"][0]} == {"equal", "not run: no card"}
+    assert Path(out, "stage-1.md").read_text().startswith("## Stage 1: imports, kernels, parity\n")
