@@ -2,6 +2,7 @@
 
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -46,13 +47,19 @@ class Database:
         self._duckdb = _import_duckdb()
         self._readers = [RunReader(store) for store in stores]
         self._spill = tempfile.TemporaryDirectory(prefix="pipelinerl-sql-")
-        settings = {"memory_limit": _MEMORY, "temp_directory": self._spill.name, "python_enable_replacements": False}
+        settings = {
+            "memory_limit": _MEMORY,
+            "temp_directory": self._spill.name,
+            "python_enable_replacements": False,  # a statement reads no variable of the program
+        }
         self._connection = self._duckdb.connect(config=settings)
-        texts = Texts(self._model_of)
+        texts = Texts(self._model_of, self._readers[0].run_id if len(self._readers) == 1 else None)
         for name, ids in (("decoded", "INTEGER[]"), ("token_text", "INTEGER")):
             function = getattr(texts, name)
             self._connection.create_function(name, function, ["VARCHAR", ids], "VARCHAR", type="arrow")
-        self._connection.execute("SET enable_external_access = false; SET lock_configuration = true")
+        for setting in ("enable_progress_bar", "enable_external_access"):  # the bar is written to stdout
+            self._connection.execute(f"SET {setting} = false")
+        self._connection.execute("SET lock_configuration = true")
 
     def __enter__(self) -> "Database":
         return self
@@ -104,6 +111,9 @@ class Database:
         for name in needed:
             self._register(name)
         if "stored_rows" in needed:
+            names = Counter(reader.run_id for reader in self._readers)
+            if twice := [name for name, count in names.items() if count > 1]:
+                raise ConfigError(f"several runs of the root have the id {twice[0]}: ask them one by one")
             self._connection.execute(f"CREATE OR REPLACE TEMP VIEW rows AS {ROWS}")
         for name in views:
             if VIEWS[name].source:
@@ -147,8 +157,9 @@ def _error_of(error: Exception) -> PipelineRLError:
     raised = _RAISED.search(text)  # by a function of Texts
     if raised is not None:
         return ConfigError(raised[1])
-    if isinstance(error, (pa.ArrowException, OSError)) or "arrow_scan" in text:
-        return BrokenRecord(f"{text.splitlines()[0]}. If the run was compacted during the query, repeat the query")
+    if isinstance(error, (pa.ArrowException, OSError)) or "reading the stream registered as" in text:
+        text = text.rpartition("failed: ")[2].splitlines()[0]
+        return BrokenRecord(f"{text}. If the run was compacted during the query, repeat the query")
     return ConfigError(f"SQL: {_LINE.sub('', text).strip()}")
 
 

@@ -174,7 +174,7 @@ class RunReader:
         """One row per swap of an actor."""
         for commit in self.commits.values():
             for swap in commit.swaps:
-                yield {"run_id": self.run_id, "step": commit.step, **swap.model_dump()}
+                yield {"run_id": self.run_id, "step": commit.step, "swapped_at": swap.at, **swap.model_dump()}
 
     def actors(self) -> Iterator[dict[str, Any]]:
         """One row per actor epoch and step."""
@@ -187,6 +187,7 @@ class RunReader:
                     "step": commit.step,
                     "actor": actor,
                     "actor_epoch": int(epoch),
+                    "sampled_at": sample.at,
                     **sample.model_dump(exclude={"counters"}),
                     **{key: getattr(rescored, key, None) for key in ("mismatch", "stale_kv", "staleness", "alarm")},
                 }

@@ -21,19 +21,20 @@ def tokenizer_of(model_path: str) -> Tokenizer:
 class Texts:
     """Texts of token ids, for columns of Arrow whose rows belong to several runs."""
 
-    def __init__(self, model_of: Callable[[str], str]) -> None:
-        """model_of: run_id -> model.path."""
+    def __init__(self, model_of: Callable[[str], str], run_id: str | None = None) -> None:
+        """model_of: run_id -> model.path. run_id: of all rows, if there is one run."""
         self._model_of = model_of
+        self._run_id = run_id
         self._tokenizers: dict[str, Tokenizer] = {}
         self._vocabularies: dict[str, pa.Array] = {}
 
     def decoded(self, run_ids: pa.ChunkedArray, ids: pa.ChunkedArray) -> pa.Array:
         """The text of each row of token ids. Raises ConfigError without a tokenizer."""
-        return _by_run(run_ids, ids, self._decode)
+        return self._by_run(run_ids, ids, self._decode)
 
     def token_text(self, run_ids: pa.ChunkedArray, ids: pa.ChunkedArray) -> pa.Array:
         """The text of each token. Raises ConfigError without a tokenizer."""
-        return _by_run(run_ids, ids, self._look_up)
+        return self._by_run(run_ids, ids, self._look_up)
 
     def _tokenizer(self, run_id: str) -> Tokenizer:
         if run_id not in self._tokenizers:
@@ -52,16 +53,15 @@ class Texts:
             self._vocabularies[run_id] = pa.array(texts, pa.string())
         return self._vocabularies[run_id].take(ids)
 
-
-def _by_run(
-    run_ids: pa.ChunkedArray, values: pa.ChunkedArray, function: Callable[[str, pa.Array], pa.Array]
-) -> pa.Array:
-    """The results of a function for the values of each run, in the order of the rows."""
-    run_ids, values = (column.combine_chunks() for column in (run_ids, values))
-    names = run_ids.unique().to_pylist()
-    if len(names) == 1:
-        return function(names[0], values)
-    places = [pc.indices_nonzero(pc.equal(run_ids, name)) for name in names]
-    results = [function(name, values.take(at)) for name, at in zip(names, places, strict=True)]
-    order = pc.sort_indices(pa.concat_arrays(places))
-    return pa.concat_arrays(results).take(order)
+    def _by_run(
+        self, run_ids: pa.ChunkedArray, values: pa.ChunkedArray, function: Callable[[str, pa.Array], pa.Array]
+    ) -> pa.Array:
+        """The results of a function for the values of each run, in the order of the rows."""
+        values = values.combine_chunks()
+        if self._run_id is not None:
+            return function(self._run_id, values)
+        names = run_ids.unique().to_pylist()
+        places = [pc.indices_nonzero(pc.equal(run_ids, name)) for name in names]
+        results = [function(name, values.take(at)) for name, at in zip(names, places, strict=True)]
+        order = pc.sort_indices(pa.concat_arrays(places))
+        return pa.concat_arrays(results).take(order)
