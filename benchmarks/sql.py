@@ -43,7 +43,8 @@ from pipelinerl_core.report.query.database import Database, stores_of
 def main():
     with Database(stores_of(sys.argv[1])) as database:
         num_rows = sum(batch.num_rows for batch in database.sql(sys.argv[2]))
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, num_rows)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    print(used.ru_utime + used.ru_stime, used.ru_maxrss, num_rows)
 main()
 """
 _QUERY_SECONDS = 600
@@ -145,15 +146,16 @@ def _rows(rng: np.random.Generator, step: int, num_tokens: int) -> pa.Table:
 
 
 def measure(url: str) -> list[dict[str, Any]]:
-    """Each query as a command of its own: seconds with the start of Python, peak memory in MB, rows."""
+    """Each query as a command of its own: seconds and CPU seconds with the start of Python, peak memory, rows."""
     results = []
     for name, statement in QUERIES.items():
         command = [sys.executable, "-c", _CHILD, url, statement]
         begin = time.perf_counter()
         child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=_QUERY_SECONDS)
-        memory, rows = child.stdout.split()
+        cpu_seconds, memory, rows = child.stdout.split()
         seconds = time.perf_counter() - begin
-        results.append({"query": name, "seconds": seconds, "memory_mb": int(memory) / 1024, "rows": int(rows)})
+        used = {"seconds": seconds, "cpu_seconds": float(cpu_seconds), "memory_mb": int(memory) / 1024}
+        results.append({"query": name, "statement": statement, **used, "rows": int(rows)})
     return results
 
 
@@ -180,15 +182,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _table(result: dict[str, Any]) -> str:
-    rows = [
-        (entry["query"], f"{entry['seconds']:.1f}", f"{entry['memory_mb']:,.0f}", f"{entry['rows']:,}")
-        for entry in result["queries"]
-    ]
+    formats = {"query": "", "seconds": ".1f", "cpu_seconds": ".1f", "memory_mb": ",.0f", "rows": ","}
+    rows = [[format(entry[name], form) for name, form in formats.items()] for entry in result["queries"]]
     title = (
         f"{result['rollouts']:,} rollouts of {result['tokens']} tokens, {result['bytes'] / 1e6:,.0f} MB stored; "
         f"{conditions(result)}"
     )
-    return "\n".join([title, "", *markdown(("query", "seconds", "memory, MB", "rows"), rows)]) + "\n"
+    return "\n".join([title, "", *markdown(("query", "seconds", "CPU seconds", "memory, MB", "rows"), rows)]) + "\n"
 
 
 if __name__ == "__main__":

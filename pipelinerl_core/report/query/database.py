@@ -105,9 +105,7 @@ class Database:
         for reader in self._readers:
             reader.refresh()
         views = [name for name in VIEWS if name in set(re.findall(r"\w+", statement.lower()))]
-        needed = {
-            name: None for view in views for name in (*VIEWS[view].uses, *(() if VIEWS[view].source else (view,)))
-        }
+        needed = {name: None for view in views for name in VIEWS[view].uses or (view,)}
         for name in needed:
             self._register(name)
         if "stored_rows" in needed:

@@ -75,7 +75,8 @@ class RunReader:
 
         Raises MissingObject if the rows of a step are in neither, unless `store.keep_rows` has removed them.
         """
-        parquet, ipc = ds.ParquetFileFormat(), ds.IpcFileFormat()
+        checked = ds.ParquetFragmentScanOptions(page_checksum_verification=True)
+        parquet, ipc = ds.ParquetFileFormat(default_fragment_scan_options=checked), ds.IpcFileFormat()
         fragments = []
         keys = self.commits.keys_by_step
         for steps in list_rollouts(self.store):
