@@ -8,6 +8,7 @@
     learning     schedules compared at the same accuracy, or controls of the objective
     predictions  predictions of `simulate` beside measured runs
     sandbox      programs of a model per second
+    sql          SQL over a million rollouts: seconds and memory
     stream       the channel and the hub
     swap         a weight version from the learner to the engine, beside one copy of its bytes
     trainer      what ranks wait for between steps

@@ -228,6 +228,17 @@ class Run:
         table = pa.Table.from_batches(batches, BATCH_SCHEMA)
         return self._with_text(table) if text else table
 
+    def sql(self, statement: str) -> "pa.Table":
+        """The result of a SQL statement over the views of docs/sql.md.
+
+        Raises ConfigError for an error in the statement, without the package duckdb, and if a text is asked for and
+        this host lacks the tokenizer; StoreError for an object that cannot be read.
+        """
+        from pipelinerl_core.report.query.database import Database
+
+        with Database([self._store]) as database:
+            return database.table(_text("statement", statement))
+
     def evaluations(self) -> list[dict[str, Any]]:
         """All evaluations by version: accuracy, its 95 % interval, components, sampled completions."""
         follower = RunFollower(self._store)

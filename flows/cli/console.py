@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,18 +30,24 @@ def say(text: str) -> None:
 def answer(document: Any, lines: list[str], *, as_json: bool) -> None:
     """Write the result of a command to stdout: `document` as JSON, or `lines`."""
     text = json.dumps(document, indent=2) if as_json else "\n".join(lines)
+    write_parts([f"{text}\n"])
+
+
+def write_parts(parts: Iterable[str]) -> None:
+    """Write a result of several parts to stdout, each when it is made."""
     if sys.stdout is None:
         raise PipelineRLError("the result cannot be written: the standard output is closed")
     encoding = sys.stdout.encoding or "utf-8"
-    text = text.encode(encoding, "backslashreplace").decode(encoding)
-    try:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
-    except BrokenPipeError:  # `pipelinerl runs | head -1`: the reader has what it wants
-        _close_stdout()
-    except OSError as error:
-        _close_stdout()
-        raise PipelineRLError(f"the result cannot be written: {error.strerror}") from None
+    for part in parts:
+        try:
+            sys.stdout.write(part.encode(encoding, "backslashreplace").decode(encoding))
+            sys.stdout.flush()
+        except BrokenPipeError:  # `pipelinerl runs | head -1`: the reader has what it wants
+            _close_stdout()
+            return
+        except OSError as error:
+            _close_stdout()
+            raise PipelineRLError(f"the result cannot be written: {error.strerror}") from None
 
 
 def _close_stdout() -> None:

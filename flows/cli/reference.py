@@ -124,7 +124,25 @@ def schemas_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"configuration.md": configuration_page, "cli.md": cli_page, "schemas.md": schemas_page}
+def views_page() -> str:
+    """The views of `pipelinerl sql` and their columns."""
+    from pipelinerl_core.report.query.views import VIEWS
+
+    lines = ["# Views", "", _WRITTEN, "", "The views of [`pipelinerl sql`](../sql.md)."]
+    for name, view in VIEWS.items():
+        lines += ["", f"## {name}", "", view.meaning, "", "| column | meaning |", "|---|---|"]
+        for column, entry in view.columns.items():
+            meaning = _plain(entry.meaning).replace("|", chr(92) + "|").replace("](", "](../")
+            lines.append(f"| `{column}` | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {
+    "configuration.md": configuration_page,
+    "cli.md": cli_page,
+    "schemas.md": schemas_page,
+    "views.md": views_page,
+}
 
 
 def _plain(text: str) -> str:

@@ -27,6 +27,17 @@ EVALUATION = [
 ]
 
 
+def tokens_in_sql(run: str, root: str, environment: dict[str, str]) -> list[tuple[int, int]]:
+    """(step, tokens of its trained rows), as `pipelinerl sql` reads them."""
+    statement = (
+        "select step, count(*) as n from tokens join rollouts using (step, group_id, rollout_index)"
+        " where fate = 'trained' group by step order by step"
+    )
+    command = [sys.executable, "-m", "pipelinerl.flows.cli", "sql", run, statement, "--root", root, "--json"]
+    asked = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, timeout=120, check=True)
+    return [(row["step"], row["n"]) for row in json.loads(asked.stdout)["rows"]]
+
+
 @pytest.mark.timeout(500)
 def test_a_run_on_s3_leaves_the_documented_layout(s3_url, rclone_server, tmp_path, prepared_model):
     environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
@@ -65,8 +76,10 @@ def test_a_run_on_s3_leaves_the_documented_layout(s3_url, rclone_server, tmp_pat
 
     database = duckdb.connect()
     database.register("trained", ds.dataset(f"{run}/batches", format="ipc", filesystem=files).to_table())
-    steps = database.sql("select step, count(*), avg(reward) from trained group by step order by step").fetchall()
-    assert [step for step, _, _ in steps] == list(range(1, STEPS + 1))
+    tokens = database.sql(
+        "select step, sum(len(completion_token_ids))::int from trained group by 1 order by 1"
+    ).fetchall()
+    assert tokens_in_sql(report["run_id"], s3_url, environment) == tokens
     database.register("rollouts", ds.dataset(f"{run}/rollouts", format="ipc", filesystem=files).to_table())
     ((num_groups, num_rows),) = database.sql("select count(distinct group_id), count(*) from rollouts").fetchall()
     assert num_rows == num_groups * 8

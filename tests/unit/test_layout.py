@@ -47,7 +47,7 @@ def imported(path):
 def test_the_metadata_of_the_wheel_names_the_imported_packages():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *optional["vllm"], *optional["math"]]
+    wanted = [*project["dependencies"], *optional["vllm"], *optional["math"], *optional["sql"]]
     declared = {re.match(r"[\w-]+", requirement)[0].lower().replace("_", "-") for requirement in wanted}
     elsewhere = {"verifiers", "openai", "httpx"}  # verifiers_episode.py runs under another interpreter
     parts = {"pydantic_core", "botocore"}  # of pydantic and s3fs, which pin them

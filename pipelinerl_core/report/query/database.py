@@ -1,0 +1,169 @@
+"""Runs as a database: DuckDB over the views of views.py, read-only and without access to files or the network."""
+
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from pipelinerl_core.errors import BrokenRecord, ConfigError, PipelineRLError
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.report.query.reader import SEGMENT_ROWS, STORED_ROWS, RunReader
+from pipelinerl_core.report.query.text import Texts
+from pipelinerl_core.report.query.views import ROWS, VIEWS
+from pipelinerl_core.report.run_list import run_names
+from pipelinerl_core.run.locate import locate_run
+from pipelinerl_core.run.records import RUN_KEY
+from pipelinerl_core.storage.object_store import open_store
+
+_MEMORY = "1200MB"
+"""Of DuckDB, which then writes to temporary files; Arrow needs up to some hundred megabytes beside it."""
+_BATCH_ROWS = 10_000
+_RAISED = re.compile(r"executing the UDF: ConfigError: (.*)", re.DOTALL)
+_LINE = re.compile(r"\n\nLINE \d+:.*", re.DOTALL)
+"""The statement with a mark below the error."""
+_SCHEMAS = {"stored_rows": STORED_ROWS, "segment_rows": SEGMENT_ROWS}
+
+
+def stores_of(run: str, root: str = "") -> list[ObjectStore]:
+    """The run, or all runs of a root, that an argument names. Raises ConfigError if there is none."""
+    if "/" in run or "://" in run or run in (".", ".."):
+        store = open_store(run)
+        if not store.exists(RUN_KEY) and (names := run_names(store)):
+            return [store.child(name) for name in names]
+    return [open_store(locate_run(run, root))]
+
+
+class Database:
+    """Runs in SQL. Not thread-safe. A statement reads the current state of the runs, and only objects of the views
+    that it names."""
+
+    def __init__(self, stores: Sequence[ObjectStore]) -> None:
+        """Raises ConfigError if the package duckdb is not installed."""
+        self._duckdb = _import_duckdb()
+        self._readers = [RunReader(store) for store in stores]
+        self._spill = tempfile.TemporaryDirectory(prefix="pipelinerl-sql-")
+        settings = {
+            "memory_limit": _MEMORY,
+            "temp_directory": self._spill.name,
+            "python_enable_replacements": False,  # a statement reads no variable of the program
+        }
+        self._connection = self._duckdb.connect(config=settings)
+        texts = Texts(self._model_of, self._readers[0].run_id if len(self._readers) == 1 else None)
+        for name, ids in (("decoded", "INTEGER[]"), ("token_text", "INTEGER")):
+            function = getattr(texts, name)
+            self._connection.create_function(name, function, ["VARCHAR", ids], "VARCHAR", type="arrow")
+        for setting in ("enable_progress_bar", "enable_external_access"):  # the bar is written to stdout
+            self._connection.execute(f"SET {setting} = false")
+        self._connection.execute("SET lock_configuration = true")
+
+    def __enter__(self) -> "Database":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free memory and temporary files."""
+        self._connection.close()
+        self._spill.cleanup()
+
+    def sql(self, statement: str) -> pa.RecordBatchReader:
+        """The result of a statement, computed while it is read; the next statement ends it.
+
+        Raises ConfigError with one line for an error in the statement, StoreError for an object that cannot be read;
+        reading the result raises the errors of DuckDB, for which `reading` is the context.
+        """
+        with self.reading():
+            self._prepare(statement)
+            result = self._connection.sql(statement)
+            return result.to_arrow_reader(_BATCH_ROWS) if result is not None else pa.table({}).to_reader()
+
+    def table(self, statement: str) -> pa.Table:
+        """The result of a statement in memory. Raises ConfigError and StoreError as `sql`."""
+        reader = self.sql(statement)
+        with self.reading():
+            return reader.read_all()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Turn errors of DuckDB and Arrow into ConfigError, for the statement, or StoreError, for an object."""
+        try:
+            yield
+        except (self._duckdb.Error, pa.ArrowException, OSError) as error:
+            raise _error_of(error) from None
+
+    def _model_of(self, run_id: str) -> str:
+        return next(reader.config.model.path for reader in self._readers if reader.run_id == run_id)
+
+    def _prepare(self, statement: str) -> None:
+        """Make the relations that a statement names; a name in a comment or a column does no harm."""
+        for reader in self._readers:
+            reader.refresh()
+        views = [name for name in VIEWS if name in set(re.findall(r"\w+", statement.lower()))]
+        needed = {name: None for view in views for name in VIEWS[view].uses or (view,)}
+        for name in needed:
+            self._register(name)
+        if "stored_rows" in needed:
+            names = Counter(reader.run_id for reader in self._readers)
+            if twice := [name for name, count in names.items() if count > 1]:
+                raise ConfigError(f"several runs of the root have the id {twice[0]}: ask them one by one")
+            self._connection.execute(f"CREATE OR REPLACE TEMP VIEW rows AS {ROWS}")
+        for name in views:
+            if VIEWS[name].source:
+                self._connection.execute(f"CREATE OR REPLACE TEMP VIEW {name} AS {VIEWS[name].select()}")
+
+    def _register(self, name: str) -> None:
+        with suppress(self._duckdb.CatalogException):
+            self._connection.unregister(name)
+        readers = self._readers
+        if name in _SCHEMAS:
+            datasets = [dataset for reader in readers for dataset in getattr(reader, name)()]
+            empty = ds.dataset(_SCHEMAS[name].empty_table())
+            self._connection.register(name, ds.dataset(datasets) if datasets else empty)
+        elif name in VIEWS:
+            self._connection.register(name, records_table(name, readers))
+        else:
+            self._connection.register(name, pa.concat_tables([getattr(reader, name)() for reader in readers]))
+
+
+def records_table(name: str, readers: Iterable[RunReader]) -> pa.Table:
+    """The rows of a view of records."""
+    columns = VIEWS[name].columns
+    schema = pa.schema([(column, _ARROW_TYPES[columns[column].expression]) for column in columns])
+    rows = [row for reader in readers for row in getattr(reader, name)()]
+    return pa.Table.from_pylist(rows, schema)
+
+
+_ARROW_TYPES = {
+    "VARCHAR": pa.string(),
+    "JSON": pa.string(),
+    "DOUBLE": pa.float64(),
+    "BIGINT": pa.int64(),
+    "BOOLEAN": pa.bool_(),
+    "VARCHAR[]": pa.list_(pa.string()),
+    "MAP(VARCHAR, DOUBLE)": pa.map_(pa.string(), pa.float64()),
+}
+
+
+def _error_of(error: Exception) -> PipelineRLError:
+    text = str(error)
+    raised = _RAISED.search(text)  # by a function of Texts
+    if raised is not None:
+        return ConfigError(raised[1])
+    if isinstance(error, (pa.ArrowException, OSError)) or "reading the stream registered as" in text:
+        text = text.rpartition("failed: ")[2].splitlines()[0]
+        return BrokenRecord(f"{text}. If the run was compacted during the query, repeat the query")
+    return ConfigError(f"SQL: {_LINE.sub('', text).strip()}")
+
+
+def _import_duckdb() -> Any:
+    try:
+        import duckdb
+    except ImportError:
+        raise ConfigError("SQL needs the package duckdb: pip install 'pipelinerl[sql]'") from None
+    return duckdb
