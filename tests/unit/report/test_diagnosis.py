@@ -13,8 +13,10 @@ from pipelinerl_core.report.document import build_report
 from pipelinerl_core.report.facts import RunFacts, TrainedRollout, newest_facts, step_facts
 from pipelinerl_core.report.html import render_report
 from pipelinerl_core.report.live_view import format_status, run_status
+from pipelinerl_core.report.query.database import Database, stores_of
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.records import EvalRecord
+from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.types import FinishReason, WeightSpan
 from tests.builders import commit_record, run_record
 from tests.synthetic_run import Shape, write_run
@@ -87,6 +89,16 @@ def longer_paid(step, group, index):
     return {"completion_token_ids": ids("long " * (1 + 10 * index)), "reward": float(index)}
 
 
+def before() -> list[TrainedRollout]:
+    """The first steps, with short completions."""
+    return [rollout(step, group, index) for step in (1, 2) for group in range(GROUPS) for index in range(SIZE)]
+
+
+def entropies(last: float) -> list[dict[str, float]]:
+    """Metrics of twelve steps whose entropy falls to `last`."""
+    return [{"policy/entropy": value} for value in np.linspace(1.0, last, 5).tolist() + [last] * 7]
+
+
 PLANTED: dict[str, tuple[Callable[[int, int, int], Mapping[str, Any]], str]] = {
     "question_dropped": (
         lambda *_: {"prompt_token_ids": ids("Sort these words:")},
@@ -156,11 +168,10 @@ def test_a_reward_that_follows_the_length_is_named_once_the_completions_have_gro
 
 @pytest.mark.parametrize(("last", "is_named"), [(0.001, True), (0.3, False)])
 def test_a_policy_without_entropy_is_named(last, is_named):
-    entropies = [{"policy/entropy": value} for value in np.linspace(1.0, last, 5).tolist() + [last] * 7]
-    named = findings(healthy(), metrics=entropies)
+    named = findings(healthy(), metrics=entropies(last))
     assert ("no_entropy" in named) == is_named
     solved = healthy(lambda *_: {"reward": 1.0, "advantage": 0.0})
-    assert findings(solved, metrics=entropies) == {}
+    assert findings(solved, metrics=entropies(last)) == {}
 
 
 @pytest.mark.parametrize(("last", "is_named"), [(0.2, True), (0.55, False)])
@@ -200,3 +211,15 @@ def test_report_page_and_status_of_a_run_have_the_findings(store):
     page = render_report(store)
     assert '<section id="diagnosis">' in page
     assert "pipelinerl sql synthetic" in page
+
+
+def test_the_query_of_each_finding_is_answered_by_a_run(tmp_path, prepared_model):
+    store = open_store(str(tmp_path / "root" / "synthetic"))
+    write_run(store, Shape(steps=3))
+    queries = {name: findings(healthy(change))[name].sql for name, (change, _) in PLANTED.items()}
+    queries["length_alone"] = findings([*before(), *healthy(longer_paid)])["length_alone"].sql
+    queries["no_entropy"] = findings(healthy(), metrics=entropies(0.001))["no_entropy"].sql
+    assert {name for name, sql in queries.items() if not sql} == {"question_repeated"}
+    with Database(stores_of(store.url)) as database:
+        for sql in filter(None, queries.values()):
+            assert database.table(sql).num_columns >= 2
