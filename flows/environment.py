@@ -6,7 +6,7 @@ _DEFAULTS = {
     # Without a server a client must fail; it must not start a hidden second server.
     "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    # The UI shows the supervision's log lines with the flow run; the output of the roles stays in their log files.
+    # The UI shows these log lines with the flow run, also the warnings and errors of the roles (role_problems.py).
     "PREFECT_LOGGING_EXTRA_LOGGERS": "pipelinerl,pipelinerl_core.run,pipelinerl_core.supervision",
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     "PREFECT_SHOW_PROMOTIONAL_CONTENT": "false",
