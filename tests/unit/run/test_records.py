@@ -25,6 +25,7 @@ from pipelinerl_core.run.records import (
     ControlRecord,
     EvalRecord,
     GarbageRecord,
+    LogRecord,
     PredictionRecord,
     Record,
     RendezvousRecord,
@@ -35,6 +36,7 @@ from pipelinerl_core.run.records import (
     commit_key,
     epoch_key,
     eval_key,
+    log_key,
     rendezvous_key,
     role_key,
 )
@@ -53,6 +55,20 @@ MANIFEST_KEY = f"{checkpoint_prefix(1, 1)}/manifest.json"
 
 # Key -> a record that is right, one of its numbers, and what reads the record.
 RECORDS = {
+    log_key("trainer", "h"): (
+        LogRecord(
+            name="trainer",
+            host="h",
+            at=1.0,
+            num_lines=1,
+            num_warnings=0,
+            num_errors=0,
+            last_problem="",
+            last_lines=("a line",),
+        ),
+        "at",
+        lambda store: read_record(store, log_key("trainer", "h"), LogRecord),
+    ),
     RUN_KEY: (
         run_record(),
         "created_at",
