@@ -41,7 +41,7 @@ def sql(
     Examples: `pipelinerl sql latest "select step, avg(reward) from rollouts group by step order by step"`,
     `pipelinerl sql ./runs "select run_id, state, reward from runs" --csv`
     """
-    from pipelinerl_core.errors import ConfigError
+    from pipelinerl_core.errors import ConfigError, PipelineRLError
     from pipelinerl_core.report.query.database import Database, stores_of
 
     if as_csv and as_json:
@@ -50,10 +50,10 @@ def sql(
         for text in [statement] if statement else _statements():
             try:
                 _show(database, text, limit, as_csv=as_csv, as_json=as_json)
-            except ConfigError as error:
+            except (PipelineRLError, KeyboardInterrupt) as error:
                 if statement or not sys.stdin.isatty():
                     raise
-                say(str(error))
+                say(str(error) or "interrupted")
 
 
 def _show(database: Any, statement: str, limit: int, *, as_csv: bool, as_json: bool) -> None:

@@ -25,10 +25,11 @@ def trace(
 
     Examples: `pipelinerl trace latest 12`, `pipelinerl trace latest 12.3:40`, `pipelinerl trace latest v7 --json`
     """
+    from pipelinerl_core.report.query.output import json_value
     from pipelinerl_core.report.trace import parse_place, trace, trace_lines
     from pipelinerl_core.run.locate import locate_run
     from pipelinerl_core.storage.object_store import open_store
 
     parsed = parse_place(place)
     document = trace(open_store(locate_run(run, root)), parsed)
-    answer(document, trace_lines(document), as_json=as_json)
+    answer(json_value(document), trace_lines(document), as_json=as_json)

@@ -3,20 +3,22 @@
 N = scored rollouts of the newest steps (facts.NEWEST_STEPS).
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from pipelinerl_core.models.paths import resolve_model_path
 from pipelinerl_core.report.facts import NEWEST_STEPS, RunFacts, TrainedRollout
+from pipelinerl_core.report.samples import tokenizer_in
 from pipelinerl_core.rollouts.task_columns import task_columns
+from pipelinerl_core.telemetry.log_lines import printable
 
 # Fewer scored rollouts say nothing.
 _LEAST_ROWS = 32
@@ -32,8 +34,11 @@ _DOMINATES = 0.5
 _NO_ENTROPY = 0.02
 _ENTROPY_PART = 0.1
 _ENTROPY_STEPS = 5
-# Mean reward or accuracy from which equal completions are the aim.
+# Mean reward, from the lowest to the highest, from which equal completions are the aim.
 _SOLVED = 0.9
+# Fewer groups that show a problem may be chance.
+_MIN_GROUPS = 8
+_IDS = frozenset({"id", "uid", "uuid", "index", "seed"})
 _MIN_QUESTION = 16
 _MIN_COPY = 8
 _COPIES = 0.5
@@ -65,10 +70,9 @@ def text_decoder(model_path: str) -> Decoder | None:
     Raises ConfigError for an unknown built-in model.
     """
     directory = resolve_model_path(model_path)
-    path = directory / "tokenizer.json" if directory is not None else None
-    if path is None or not path.is_file():
+    tokenizer = tokenizer_in(directory) if directory is not None else None
+    if tokenizer is None:
         return None
-    tokenizer = Tokenizer.from_file(str(path))
     return lambda ids: str(tokenizer.decode(ids[:_MAX_TOKENS].tolist(), skip_special_tokens=True))
 
 
@@ -77,12 +81,18 @@ def diagnose(facts: RunFacts, decode: Decoder | None = None) -> list[Finding]:
 
     decode: None leaves out the checks of texts.
     """
-    rows = [row for row in facts.newest_rows if row.reward is not None and row.outcome == "scored"]
+    rows = [row for row in facts.newest_rows if row.outcome == "scored" and _is_finite(row.reward)]
     newest = _Newest(facts, rows, decode)
     checks = [*_OF_STEPS, *(_OF_ROWS if len(rows) >= _LEAST_ROWS else ())]
     if decode is not None and len(rows) >= _LEAST_ROWS:
         checks = [*_OF_TEXTS, *checks]
-    return [finding for check in checks if (finding := check(newest)) is not None]
+    findings = [finding for check in checks if (finding := check(newest)) is not None]
+    # A name of a column or a component may have any character.
+    return [replace(finding, text=printable(finding.text)) for finding in findings]
+
+
+def _is_finite(reward: float | None) -> bool:
+    return reward is not None and math.isfinite(reward)
 
 
 def as_documents(findings: Iterable[Finding]) -> list[dict[str, Any]]:
@@ -138,6 +148,16 @@ class _Newest:
             deviations[indices] -= values[indices].mean()
         return deviations
 
+    @property
+    def is_solved(self) -> bool:
+        """Whether nearly all rewards are the best reward, so that equal rollouts are the aim."""
+        low, high = float(self.rewards.min()), float(self.rewards.max())
+        return float(self.rewards.mean()) >= (high - (1 - _SOLVED) * (high - low) if high > low else _SOLVED)
+
+    def num_groups(self, is_chosen: NDArray[np.bool_]) -> int:
+        """Number of groups of the chosen rollouts [N]."""
+        return len({(self.rows[index].step, self.rows[index].group_id) for index in np.flatnonzero(is_chosen)})
+
     def names(self, indices: Iterable[int]) -> tuple[str, ...]:
         """The newest rollouts of some, one of each group, as names."""
         by_group = {self.rows[index].group_id: self.rows[index].name for index in indices}
@@ -155,10 +175,14 @@ def _correlation(first: NDArray[np.float64], second: NDArray[np.float64]) -> flo
 
 def _question_dropped(newest: _Newest) -> Finding | None:
     prompts, tasks = defaultdict(list), set()
+    # The first message of an environment may be the same for all tasks.
+    sources = {row.source for row in newest.rows if row.turn_spans}
+    has_environment = bool(newest.facts.run.config.get("environment", {}).get("path"))
     for index, row in enumerate(newest.rows):
-        if not row.turn_spans:  # the first message of an environment may be the same for all tasks
+        if row.source not in sources and not has_environment:
             prompts[row.prompt_token_ids.tobytes()].append(index)
-            tasks.add(row.task)
+            columns = newest.tasks[index].items()
+            tasks.add(tuple((name, text) for name, text in columns if isinstance(text, str) and name not in _IDS))
     if len(tasks) < 4 or len(prompts) > len(tasks) / 2:
         return None
     largest = max(prompts.values(), key=len)
@@ -213,6 +237,8 @@ def _copies(newest: _Newest) -> Finding | None:
     if len(copies) < max(_MIN_OF_VALUE, _COPIES * len(newest.sampled)):
         return None
     others = [newest.rewards[index] for index in newest.sampled if index not in set(copies)]
+    if others and fmean(newest.rewards[index] for index in copies) < fmean(others):
+        return None
     return Finding(
         "copies",
         f"{len(copies) / len(newest.sampled):.0%} of the newest completions occur word for word in their prompt "
@@ -230,7 +256,9 @@ def _copies(newest: _Newest) -> Finding | None:
 
 def _cut_off(newest: _Newest) -> Finding | None:
     cut = np.array([row.finish_reason == "length" for row in newest.rows])
-    if cut.mean() < _CUT_OFF or (not cut.all() and newest.rewards[cut].mean() >= newest.rewards[~cut].mean()):
+    if cut.mean() < _CUT_OFF:
+        return None
+    if newest.is_solved if cut.all() else newest.rewards[cut].mean() >= newest.rewards[~cut].mean():
         return None
     limit = newest.facts.run.config.get("rollouts", {}).get("max_tokens", "?")
     rest = "" if cut.all() else f", of complete ones {newest.rewards[~cut].mean():.2f}"
@@ -250,7 +278,8 @@ def _length_alone(newest: _Newest) -> Finding | None:
     steps = newest.facts.steps
     first = steps[: min(NEWEST_STEPS, len(steps) // 2)]
     before = [float(step.lengths.mean()) for step in first if len(step.lengths)]
-    if correlation < _CORRELATED or not before or newest.lengths.mean() < _LONGER * fmean(before):
+    few = newest.num_groups(rewards != 0) < _MIN_GROUPS
+    if few or correlation < _CORRELATED or not before or newest.lengths.mean() < _LONGER * fmean(before):
         return None
     return Finding(
         "length_alone",
@@ -267,7 +296,15 @@ def _components_disagree(newest: _Newest) -> Finding | None:
     known = {
         name: newest.within_groups(np.array([row.components.get(name, 0.0) for row in newest.rows])) for name in names
     }
-    pairs = [(_correlation(known[a], known[b]), a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
+    # A component that lowers the reward is a penalty: its weight is negative.
+    rewards = newest.within_groups(newest.rewards)
+    names = [name for name in names if _correlation(known[name], rewards) >= 0]
+    pairs = [
+        (_correlation(known[a], known[b]), a, b)
+        for index, a in enumerate(names)
+        for b in names[index + 1 :]
+        if newest.num_groups((known[a] != 0) & (known[b] != 0)) >= _MIN_GROUPS
+    ]
     lowest, first, second = min(pairs, default=(0.0, "", ""))
     if lowest > _OPPOSED:
         return None
@@ -283,6 +320,8 @@ def _components_disagree(newest: _Newest) -> Finding | None:
 
 def _dominates(newest: _Newest) -> Finding | None:
     amounts = np.array([abs(row.advantage) * row.loss_mask_trained.sum() for row in newest.rows])
+    if newest.num_groups(amounts > 0) < _MIN_GROUPS:  # solved but for a few groups
+        return None
     for kind, values in (
         ("task", [row.task for row in newest.rows]),
         ("source", [row.source for row in newest.rows]),
@@ -297,15 +336,15 @@ def _dominates(newest: _Newest) -> Finding | None:
                 f"One {kind} of {len(by_value)}, {_quoted(str(value))}, has {share:.0%} of the newest steps' sum of "
                 f"|advantage| over trained tokens, and {even:.0%} of the rollouts.",
                 newest.names(by_value[value]),
-                f"select {kind}, sum(abs(advantage) * num_tokens) as amount from rollouts group by {kind} order by "
-                "amount desc",
+                f"select {kind}, sum(abs(advantage) * num_trained_tokens) as amount from rollouts "
+                f"group by {kind} order by amount desc",
             )
     return None
 
 
 def _never_succeeds(newest: _Newest) -> Finding | None:
-    lowest = newest.rewards.min()
-    worst: tuple[int, str, Any, float] | None = None
+    lowest, span = newest.rewards.min(), newest.rewards.max() - newest.rewards.min()
+    worst: tuple[list[int], str, Any, float] | None = None
     for name in sorted({name for task in newest.tasks for name in task}):
         values = [task.get(name) for task in newest.tasks]
         if not all(value is None or isinstance(value, str | int | float) for value in values):
@@ -315,20 +354,21 @@ def _never_succeeds(newest: _Newest) -> Finding | None:
             continue
         for value, indices in by_value.items():
             others = np.delete(newest.rewards, indices)
-            never = len(indices) >= _MIN_OF_VALUE and newest.rewards[indices].max() <= lowest
-            if never and others.mean() >= lowest + _WELL_ABOVE and (worst is None or len(indices) > worst[0]):
-                worst = len(indices), name, value, float(others.mean())
+            is_some = len(indices) >= _MIN_OF_VALUE and len({newest.rows[index].task for index in indices}) > 1
+            never = is_some and newest.rewards[indices].max() <= lowest
+            well_above = span > 0 and others.mean() >= lowest + _WELL_ABOVE * span
+            if never and well_above and (worst is None or len(indices) > len(worst[0])):
+                worst = indices, name, value, float(others.mean())
     if worst is None:
         return None
-    number, name, value, mean = worst
-    shown = [index for index, task in enumerate(newest.tasks) if task.get(name) == value]
+    indices, name, value, mean = worst
     return Finding(
         "never_succeeds",
-        f"All {number} newest rollouts of tasks with {name} = {_quoted(str(value))} have the lowest reward, "
+        f"All {len(indices)} newest rollouts of tasks with {name} = {_quoted(str(value))} have the lowest reward, "
         f"{lowest:.2f}; the others have {mean:.2f} in the mean. These tasks may be too hard, or their "
         "reference wrong.",
-        newest.names(shown),
-        f"select task->>'{_sql(name)}' as value, count(*), avg(reward), max(reward) from rollouts group by value",
+        newest.names(indices),
+        f"select task->>{_json_path(name)} as value, count(*), avg(reward), max(reward) from rollouts group by value",
     )
 
 
@@ -360,10 +400,7 @@ def _no_entropy(newest: _Newest) -> Finding | None:
     if len(values) < 2 * _ENTROPY_STEPS:
         return None
     first, last = fmean(values[:_ENTROPY_STEPS]), fmean(values[-_ENTROPY_STEPS:])
-    evals = list(newest.facts.evals.values())
-    accuracy = evals[-1].known_accuracy if evals else None
-    solved = newest.rewards.mean() if len(newest.rows) and accuracy is None else accuracy or 0.0
-    if last > min(_NO_ENTROPY, _ENTROPY_PART * first) or solved >= _SOLVED:
+    if last > min(_NO_ENTROPY, _ENTROPY_PART * first) or (len(newest.rows) and newest.is_solved):
         return None
     return Finding(
         "no_entropy",
@@ -399,9 +436,10 @@ def _quoted(text: str) -> str:
     return repr(text if len(text) <= 60 else f"{text[:60]}...")
 
 
-def _sql(text: str) -> str:
-    """A text inside of single quotes of SQL."""
-    return text.replace("'", "''")
+def _json_path(name: str) -> str:
+    """The path of a column of a task, as a text of SQL."""
+    escaped = name.replace("\\", "\\\\").replace('"', '\\"').replace("'", "''")
+    return f"'$.\"{escaped}\"'"
 
 
 _Check = Callable[[_Newest], Finding | None]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pipelinerl_core.data.compaction import list_rollouts, read_rollouts
 from pipelinerl_core.data.schema import SCHEMA_VERSION
 from pipelinerl_core.data.trained import TrainedRows
-from pipelinerl_core.errors import BrokenRecord, MissingObject, SchemaMismatch
+from pipelinerl_core.errors import BrokenRecord, ChecksumMismatch, MissingObject, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.reading import list_keys, read_record
@@ -32,6 +32,7 @@ from pipelinerl_core.run.records import (
     commit_key,
     parse_step_key,
 )
+from pipelinerl_core.storage.digests import read_verified
 from pipelinerl_core.telemetry import measures
 from pipelinerl_core.telemetry.measures import Int64Array
 from pipelinerl_core.types import BoolArray, TurnSpan, WeightSpan
@@ -201,7 +202,11 @@ def collect(store: ObjectStore, cache: RunCache | None = None) -> RunFacts:
         if key not in cache.steps and (step, commit.epoch) in with_batch:
             try:
                 cache.add(key, step, read_batch(store, commit))
-            except (BrokenRecord, MissingObject) as error:  # the figures of one step are no reason to write no report
+            except (
+                BrokenRecord,
+                ChecksumMismatch,
+                MissingObject,
+            ) as error:  # the figures of one step are no reason to write no report
                 logger.warning("the report has no figures of the rollouts of step %d: %s", step, error)
         elif key not in cache.steps and commit.batches:
             missing.append(step)
@@ -227,7 +232,7 @@ def newest_facts(follower: RunFollower) -> RunFacts:
     commits = {step: follower.commits[step] for step in chosen}
     steps, newest = [], []
     for step, commit in commits.items():
-        with suppress(BrokenRecord, MissingObject):
+        with suppress(BrokenRecord, ChecksumMismatch, MissingObject, SchemaMismatch):
             rows = read_batch(follower.store, commit) if commit.batches else []
             if rows:
                 steps.append(step_facts(step, rows))
@@ -262,12 +267,15 @@ def _add_compacted(store: ObjectStore, keys: Mapping[int, str], cache: RunCache)
 
 
 def read_batch(store: ObjectStore, commit: Commit) -> list[TrainedRollout]:
-    """The rows of a step in training order. Raises BrokenRecord, or SchemaMismatch for the batch of another release,
-    MissingObject if the rows were removed."""
+    """The rows of a step in training order.
+
+    Raises BrokenRecord or ChecksumMismatch, SchemaMismatch for the batch of another release, MissingObject if the
+    rows were removed.
+    """
     rows: list[TrainedRollout] = []
     for entry in commit.batches:
         try:
-            data = store.get(entry.name)
+            data = read_verified(store, entry.name, entry)
         except MissingObject:  # compacted
             return _rows(commit.step, pa.Table.from_batches(TrainedRows(store).batches(commit)))
         try:

@@ -7,7 +7,7 @@ therefore has the same rows, and no row twice.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pipelinerl_core.errors import BrokenRecord, MissingObject, SchemaMismatch
+from pipelinerl_core.errors import BrokenRecord, ChecksumMismatch, MissingObject, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report.facts import TrainedRollout, read_batch
 from pipelinerl_core.report.samples import Decode, one_per_group, plain_text
@@ -70,11 +70,7 @@ class RolloutTable:
     def _read(self, commit: Commit) -> list[list[Any]]:
         try:
             batch = read_batch(self._store, commit)
-        except (
-            MissingObject,
-            BrokenRecord,
-            SchemaMismatch,
-        ):  # deleted, or damaged: `pipelinerl audit` says so
+        except (BrokenRecord, ChecksumMismatch, MissingObject, SchemaMismatch):  # deleted, or damaged: audit says so
             return []
         return [self._row(rollout) for rollout in one_per_group(batch, ROWS_PER_STEP)]
 

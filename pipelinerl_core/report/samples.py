@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from html import escape
@@ -11,12 +12,14 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from pipelinerl_core.errors import BrokenRecord, MissingObject
+from pipelinerl_core.errors import BrokenRecord, ChecksumMismatch, MissingObject
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report.facts import RunFacts, TrainedRollout, read_batch
 from pipelinerl_core.rollouts.task_columns import task_columns
 from pipelinerl_core.run.records import Commit, EvalRecord
 from pipelinerl_core.types import TurnSpan
+
+logger = logging.getLogger(__name__)
 
 Decode = Callable[[int], str]
 Samples = Sequence[Mapping[str, Any]]
@@ -37,11 +40,22 @@ _RETURN = "&#8629;\n"
 
 def token_decoder(model_path: str) -> Decode | None:
     """A function from token id to text, by the tokenizer.json of a model directory; None without this file."""
-    path = Path(model_path) / "tokenizer.json"
+    tokenizer = tokenizer_in(Path(model_path))
+    if tokenizer is None:
+        return None
+    return lambda token_id: str(tokenizer.decode([token_id], skip_special_tokens=False))
+
+
+def tokenizer_in(directory: Path) -> Tokenizer | None:
+    """The tokenizer.json of a model directory; None, with a warning in the log, if the file is missing or broken."""
+    path = directory / "tokenizer.json"
     if not path.is_file():
         return None
-    tokenizer = Tokenizer.from_file(str(path))
-    return lambda token_id: str(tokenizer.decode([token_id], skip_special_tokens=False))
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 - tokenizers raises Exception
+        logger.warning("%s is no tokenizer, so that token ids are shown: %s", path, error)
+        return None
 
 
 def rollout_section(store: ObjectStore, facts: RunFacts, decode: Decode | None) -> str:
@@ -68,7 +82,7 @@ def _batch(store: ObjectStore, commit: Commit) -> list[TrainedRollout]:
     """The rows of a step; empty if they are damaged, which `pipelinerl audit` reports, or removed."""
     try:
         return read_batch(store, commit)
-    except (BrokenRecord, MissingObject):
+    except (BrokenRecord, ChecksumMismatch, MissingObject):
         return []
 
 

@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelinerl_core.data.codec import decode_batch, decode_rollouts, from_segment
-from pipelinerl_core.data.compaction import list_rollouts, read_rollouts
+from pipelinerl_core.data.compaction import list_rollouts, read_rollouts, removable_through
 from pipelinerl_core.data.schema import ROLLOUT_SCHEMA, conform
 from pipelinerl_core.data.trained import TrainedRows
-from pipelinerl_core.errors import ConfigError, MissingObject
+from pipelinerl_core.errors import ConfigError, MissingObject, PipelineRLError, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import FateRecord, SwapRecord
 from pipelinerl_core.models.paths import resolve_model_path
@@ -27,6 +27,7 @@ from pipelinerl_core.rollouts.task_columns import task_columns
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.reading import list_keys
 from pipelinerl_core.run.records import Commit
+from pipelinerl_core.telemetry.log_lines import printable
 from pipelinerl_core.types import Rollout, TrainingRow
 
 _PLACE = re.compile(r"v(?P<version>\d{1,15})|(?P<group>\d{1,15})(\.(?P<rollout>\d{1,9})(:(?P<token>\d{1,9}))?)?")
@@ -119,6 +120,10 @@ class _Run:
         model = resolve_model_path(str(self.follower.run.config.get("model", {}).get("path", "")))
         return token_decoder(str(model)) if model is not None else None
 
+    @property
+    def keep_rows(self) -> int:
+        return int(self.follower.run.config.get("store", {}).get("keep_rows") or 0)
+
     @cached_property
     def trained_rows(self) -> TrainedRows:
         return TrainedRows(self.store)
@@ -155,18 +160,27 @@ class _Run:
         return sorted(rows, key=lambda row: row.rollout.rollout_index)
 
     def step_rows(self, commit: Commit) -> list[_Row]:
-        """All rollouts that a step trained, in order; empty if `store.keep_rows` has removed them."""
+        """All rollouts that a step trained, in order; empty if `store.keep_rows` has removed them.
+
+        Raises MissingObject if they are lost.
+        """
         if commit.step not in self._of_step:
             try:
                 batches = self.trained_rows.batches(commit)
             except MissingObject:
+                if commit.step > removable_through(self.store, self.keep_rows):
+                    raise
                 batches = []
             self._of_step[commit.step] = [_Row(row.rollout, row) for batch in batches for row in decode_batch(batch)]
         return self._of_step[commit.step]
 
     def _untrained(self, group: int, attempt: int | None, commit: Commit | None) -> list[Rollout]:
         """The rollouts of a group that was not trained: in a compacted object, or in a segment."""
+        damaged: PipelineRLError | None = None
         for table in self._tables(commit):
+            if isinstance(table, PipelineRLError):
+                damaged = damaged or table
+                continue
             is_own = pc.equal(table["group_id"], group)
             if attempt is not None:
                 is_own = pc.and_(is_own, pc.equal(table["attempt"], attempt))
@@ -176,19 +190,25 @@ class _Run:
                 chosen = chosen.filter(pc.equal(chosen["attempt"], newest)).select(ROLLOUT_SCHEMA.names)
                 batches = chosen.cast(ROLLOUT_SCHEMA).combine_chunks().to_batches()
                 return [rollout for batch in batches for rollout in decode_rollouts(batch)]
+        if damaged is not None and commit is not None:
+            raise damaged
         return []
 
-    def _tables(self, commit: Commit | None) -> Iterator[pa.Table]:
+    def _tables(self, commit: Commit | None) -> Iterator[pa.Table | PipelineRLError]:
+        """The objects that may have the rows, and for a damaged segment its error."""
         if commit is not None:
             for steps in list_rollouts(self.store):
                 if steps.epoch == commit.epoch and commit.step in steps.steps:
                     yield read_rollouts(self.store, steps)
         for key in list_keys(self.store, "rollouts"):
             try:
-                batches = from_segment(self.store.get(key), key)
+                batches = [conform(batch) for batch in from_segment(self.store.get(key), key)]
             except MissingObject:  # compacted since the listing
                 continue
-            yield pa.Table.from_batches([conform(batch) for batch in batches])
+            except SchemaMismatch as error:
+                yield error
+                continue
+            yield pa.Table.from_batches(batches)
 
     def group(
         self, group: int, commit: Commit | None, fate: FateRecord | None, rows: Sequence[_Row]
@@ -212,10 +232,13 @@ class _Run:
         """A step; `amount` is the sum of |advantage x weight in the loss| over its trained tokens."""
         rows = self.step_rows(commit)
         trainings = [row.training for row in rows if row.training is not None]
-        return {
-            "step": commit.step, "epoch": commit.epoch, "makes_version": commit.step, "digest": commit.weights_digest,
+        counts = {
             "num_groups": len({row.rollout.group_id for row in rows}), "num_rollouts": len(rows),
             "trained_tokens": sum(int(training.loss_mask.sum()) for training in trainings),
+        }  # fmt: skip
+        return {
+            "step": commit.step, "epoch": commit.epoch, "makes_version": commit.step, "digest": commit.weights_digest,
+            **(counts if rows else dict.fromkeys(counts)),
             "amount": sum(row.amount for row in rows), "committed_at": commit.committed_at,
             "metrics": {name: commit.metrics[name] for name in _STEP_METRICS if name in commit.metrics},
         }  # fmt: skip
@@ -310,16 +333,23 @@ class _Run:
             if place < before:
                 actor = origin.actor
                 break
-        swaps = [
-            swap for swap in self.swaps
-            if (swap.actor, swap.version) == (actor, version) and swap.at <= own.finished_at
-        ]  # fmt: skip
-        swap = max(swaps, key=lambda each: each.at, default=None)
+        swaps = [swap for swap in self.swaps if (swap.actor, swap.version) == (actor, version)]
+        # A swap is noted after its end: a short rollout may have ended before.
+        earlier = [swap for swap in swaps if swap.at <= own.finished_at]
+        swap = max(earlier, key=_swapped_at, default=min(swaps, key=_swapped_at, default=None))
         return {
             "actor": actor, "actor_epoch": swap.actor_epoch if swap is not None else None,
             "swapped_at": swap.at if swap is not None else None,
             "pause_seconds": swap.pause_seconds if swap is not None else None,
+            # No swap brought a version that the actor has had since its start; the newest swaps are in no commit yet.
+            "is_first_version": swap is None and not any(
+                other.actor == actor and other.version < version for other in self.swaps
+            ),
         }  # fmt: skip
+
+
+def _swapped_at(swap: SwapRecord) -> float:
+    return swap.at
 
 
 _STEP_METRICS = ("reward/mean", "train/loss", "train/grad_norm", "importance/ess", "lag/mean")
@@ -333,7 +363,11 @@ def _share(amount: float, total: float) -> float | None:
 
 
 def trace_lines(document: dict[str, Any]) -> list[str]:
-    """The document as text."""
+    """The document as printable text."""
+    return [printable(line) for line in _lines(document)]
+
+
+def _lines(document: dict[str, Any]) -> list[str]:
     if "version" in document:
         return _version_lines(document["version"])
     group, step = document["group"], document["step"]
@@ -357,9 +391,13 @@ def trace_lines(document: dict[str, Any]) -> list[str]:
 
 def _step_lines(step: dict[str, Any]) -> list[str]:
     metrics = ", ".join(f"{name} {value:.4g}" for name, value in step["metrics"].items())
+    counts = "its rows are removed"
+    if step["num_rollouts"] is not None:
+        counts = (
+            f"{step['num_groups']} groups, {step['num_rollouts']} rollouts, {step['trained_tokens']:,} trained tokens"
+        )
     return [
-        f"step {step['step']}: {step['num_groups']} groups, {step['num_rollouts']} rollouts, "
-        f"{step['trained_tokens']:,} trained tokens; committed {_clock(step['committed_at'])}; made version "
+        f"step {step['step']}: {counts}; committed {_clock(step['committed_at'])}; made version "
         f"{step['makes_version']}, {step['digest'][:12]}",
         *([f"  {metrics}"] if metrics else []),
     ]
@@ -419,7 +457,8 @@ def _version_lines(version: dict[str, Any]) -> list[str]:
 
 def _who(sampled: dict[str, Any]) -> str:
     if sampled["swapped_at"] is None:
-        return f"{sampled['actor']}, from its start on"
+        since = "from its start on" if sampled["is_first_version"] else "whose swap no commit has yet"
+        return f"{sampled['actor']}, {since}"
     return f"{sampled['actor']}, swapped {_clock(sampled['swapped_at'])} in {sampled['pause_seconds'] * 1000:.1f} ms"
 
 

@@ -19,6 +19,7 @@ from pipelinerl_core.report.run_list import run_names
 from pipelinerl_core.run.locate import locate_run
 from pipelinerl_core.run.records import RUN_KEY
 from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.telemetry.log_lines import printable
 
 _MEMORY = "1200MB"
 """Of DuckDB, which then writes to temporary files; Arrow needs up to some hundred megabytes beside it."""
@@ -60,6 +61,7 @@ class Database:
         for setting in ("enable_progress_bar", "enable_external_access"):  # the bar is written to stdout
             self._connection.execute(f"SET {setting} = false")
         self._connection.execute("SET lock_configuration = true")
+        self._result: pa.RecordBatchReader | None = None
 
     def __enter__(self) -> "Database":
         return self
@@ -78,10 +80,14 @@ class Database:
         Raises ConfigError with one line for an error in the statement, StoreError for an object that cannot be read;
         reading the result raises the errors of DuckDB, for which `reading` is the context.
         """
+        if self._result is not None:  # DuckDB runs no statement beside an open result
+            self._result.close()
         with self.reading():
             self._prepare(statement)
             result = self._connection.sql(statement)
-            return result.to_arrow_reader(_BATCH_ROWS) if result is not None else pa.table({}).to_reader()
+            reader = result.to_arrow_reader(_BATCH_ROWS) if result is not None else pa.table({}).to_reader()
+        self._result = reader
+        return reader
 
     def table(self, statement: str) -> pa.Table:
         """The result of a statement in memory. Raises ConfigError and StoreError as `sql`."""
@@ -96,6 +102,10 @@ class Database:
             yield
         except (self._duckdb.Error, pa.ArrowException, OSError) as error:
             raise _error_of(error) from None
+        except RuntimeError as error:
+            if "interrupted" not in str(error):
+                raise
+            raise KeyboardInterrupt from None  # Ctrl-C while DuckDB computes
 
     def _model_of(self, run_id: str) -> str:
         return next(reader.config.model.path for reader in self._readers if reader.run_id == run_id)
@@ -154,11 +164,16 @@ def _error_of(error: Exception) -> PipelineRLError:
     text = str(error)
     raised = _RAISED.search(text)  # by a function of Texts
     if raised is not None:
-        return ConfigError(raised[1])
+        return ConfigError(_one_line(raised[1]))
     if isinstance(error, (pa.ArrowException, OSError)) or "reading the stream registered as" in text:
         text = text.rpartition("failed: ")[2].splitlines()[0]
         return BrokenRecord(f"{text}. If the run was compacted during the query, repeat the query")
-    return ConfigError(f"SQL: {_LINE.sub('', text).strip()}")
+    return ConfigError(f"SQL: {_one_line(_LINE.sub('', text))}")
+
+
+def _one_line(text: str) -> str:
+    """The text without line breaks and control characters, which values in a message of DuckDB may have."""
+    return printable(" ".join(text.split()))
 
 
 def _import_duckdb() -> Any:

@@ -3,11 +3,14 @@
 import csv
 import io
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
+
+from pipelinerl_core.errors import ConfigError
 
 _CELL_CHARS = 60
 
@@ -19,7 +22,7 @@ def table_lines(result: pa.RecordBatchReader, limit: int) -> list[str]:
         wanted = batch.slice(0, max(0, limit - num_rows)) if limit else batch
         shown += _rows(wanted)
         num_rows += batch.num_rows
-    rows = [result.schema.names, *([_cell(value) for value in row] for row in shown)]
+    rows = [[_cell(name) for name in result.schema.names], *([_cell(value) for value in row] for row in shown)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     more = f", of which {len(shown):,} are shown (--limit)" if len(shown) < num_rows else ""
@@ -34,20 +37,33 @@ def csv_parts(result: pa.RecordBatchReader) -> Iterator[str]:
 
 
 def document(result: pa.RecordBatchReader, limit: int) -> dict[str, Any]:
-    """{"columns", "rows", "num_rows"}: the first `limit` rows (0: all) as objects."""
+    """{"columns", "rows", "num_rows"}: the first `limit` rows (0: all) as objects.
+
+    Raises ConfigError if two columns have the same name.
+    """
     names = result.schema.names
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ConfigError(f"two columns of the result have the name {twice[0]}: rename one with `as`")
     shown: list[dict[str, Any]] = []
     num_rows = 0
     for batch in result:
         wanted = batch.slice(0, max(0, limit - num_rows)) if limit else batch
-        shown += (dict(zip(names, map(_json_value, row), strict=True)) for row in _rows(wanted))
+        shown += (dict(zip(names, map(json_value, row), strict=True)) for row in _rows(wanted))
         num_rows += batch.num_rows
     return {"columns": names, "rows": shown, "num_rows": num_rows}
 
 
 def _rows(batch: pa.RecordBatch) -> list[tuple[Any, ...]]:
-    columns = [column.to_pylist(maps_as_pydicts="lossy") for column in batch.columns]
+    columns = [column.to_pylist(maps_as_pydicts=_maps_of(column.type)) for column in batch.columns]
     return list(zip(*columns, strict=True))
+
+
+def _maps_of(kind: pa.DataType) -> Literal["lossy"] | None:
+    """How Arrow gives maps: as dictionaries, or as pairs if a key is a list, a structure or a map."""
+    fields = [kind.field(number) for number in range(kind.num_fields)]
+    if pa.types.is_map(kind) and pa.types.is_nested(kind.key_type):
+        return None
+    return "lossy" if all(_maps_of(field.type) for field in fields) else None
 
 
 def _csv(rows: Iterable[list[Any]]) -> str:
@@ -65,15 +81,15 @@ def _cell(value: Any) -> str:
 
 def _plain(value: Any) -> str:
     is_nested = isinstance(value, list | dict | bool)
-    return json.dumps(_json_value(value), ensure_ascii=False) if is_nested else str(_json_value(value))
+    return json.dumps(json_value(value), ensure_ascii=False) if is_nested else str(json_value(value))
 
 
-def _json_value(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """NaN and infinities are null; a large integer is an integer; a time is its text."""
     if isinstance(value, dict):
-        return {str(key): _json_value(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_json_value(item) for item in value]
+        return {str(key): json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(item) for item in value]
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     if isinstance(value, float):

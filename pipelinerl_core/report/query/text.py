@@ -15,7 +15,10 @@ def tokenizer_of(model_path: str) -> Tokenizer:
     path = require_model(model_path) / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: without a tokenizer, read token ids instead of text")
-    return Tokenizer.from_file(str(path))
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 - tokenizers raises Exception
+        raise ConfigError(f"{path} is no tokenizer: {error}") from None
 
 
 class Texts:

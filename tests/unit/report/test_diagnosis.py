@@ -1,6 +1,7 @@
 """Each fault, planted in rollouts that are otherwise healthy, is named, with rollouts that show it."""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,16 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelinerl_core.report.diagnosis import Finding, diagnose
+from pipelinerl_core.report.diagnosis import Finding, diagnose, text_decoder
 from pipelinerl_core.report.document import build_report
 from pipelinerl_core.report.facts import RunFacts, TrainedRollout, newest_facts, step_facts
 from pipelinerl_core.report.html import render_report
 from pipelinerl_core.report.live_view import format_status, run_status
 from pipelinerl_core.report.query.database import Database, stores_of
+from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.records import EvalRecord
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.types import FinishReason, WeightSpan
+from pipelinerl_core.types import FinishReason, TurnSpan, WeightSpan
 from tests.builders import commit_record, run_record
 from tests.synthetic_run import Shape, write_run
 
@@ -125,8 +127,10 @@ PLANTED: dict[str, tuple[Callable[[int, int, int], Mapping[str, Any]], str]] = {
         "All 32 newest rollouts of tasks with level = '1' have the lowest reward, 0.00; the others have 0.50",
     ),
     "components_disagree": (
-        lambda step, group, index: {"components": {"format": float(index % 2), "right": 1.0 - index % 2}},
-        "rollouts with more of the component format have less of right (correlation -1.00)",
+        lambda step, group, index: {
+            "components": {"format": float(index != 2), "right": float(index >= 2)}, "reward": 1.0 + (index == 3),
+        },
+        "rollouts with more of the component format have less of right (correlation -0.58)",
     ),
     "task_dominates": (
         lambda step, group, index: {"task": '{"answer": "same"}', "advantage": 9.0} if group == 0 else {},
@@ -149,6 +153,56 @@ def test_a_planted_fault_is_the_only_finding(name):
     rollouts = {row.name for row in rows}
     assert named[name].rollouts
     assert set(named[name].rollouts) <= rollouts
+
+
+HARMLESS: dict[str, Callable[[int, int, int], Mapping[str, Any]]] = {
+    "a component is a penalty": lambda step, group, index: {
+        "components": {"format": float(index % 2), "right": 1.0 - index % 2}, "reward": 1.0 - 2 * (index % 2),
+    },
+    "solved but for one group": lambda step, group, index: {
+        "reward": 1.0 - (step == 5 and group == 1 and index == 2), "finish_reason": "length",
+        "advantage": -0.5 if step == 5 and group == 1 else 0.0,
+    },
+    "one prompt with an id": lambda step, group, index: {
+        "prompt_token_ids": ids("Play."), "task": json.dumps({"id": f"a{step}.{group}", "seed": step}),
+    },
+    "an environment, some of whose episodes have one turn": lambda step, group, index: {
+        "prompt_token_ids": ids("Play."), "turn_spans": (TurnSpan(0, 2), TurnSpan(3, 5)) if index == 0 else (),
+    },
+    "copies are paid less": lambda step, group, index: {
+        "completion_token_ids": ids(f"pear {group} fig {step} kiwi"), "reward": 0.0,
+    } if index < 3 else {},
+    "one hard prompt": lambda step, group, index: {
+        "task": '{"level": "hard"}' if group == 1 else json.dumps({"level": f"{step % 3}", "question": f"{step}"}),
+        "reward": 0.0 if group == 1 else float(index % 2),
+    },
+    "rewards that are no numbers": lambda step, group, index: {"reward": math.inf} if index == 3 else {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_is_no_fault_is_not_named(name):
+    assert findings(healthy(HARMLESS[name])) == {}
+
+
+def test_rewards_of_another_range_may_be_solved():
+    near_the_best = healthy(lambda step, group, index: {"reward": -1.0 if (step, group, index) == (5, 1, 2) else 0.0})
+    assert findings(near_the_best, metrics=entropies(0.001)) == {}
+    assert "no_entropy" in findings(healthy(lambda step, group, index: {"reward": 100.0 * (index == 0)}),
+                                    metrics=entropies(0.001))  # fmt: skip
+
+
+def test_names_of_columns_and_values_are_printable():
+    column = "a\x1b[31m'\"$\n"
+
+    def change(step: int, group: int, index: int) -> dict[str, Any]:
+        task = json.dumps({column: group % 3, "question": f"{step} {group}"})
+        return {"task": task, "reward": 0.0 if group == 1 else float(index % 2)}
+
+    rows = healthy(change)
+    finding = findings(rows)["never_succeeds"]
+    assert finding.text.isprintable()
+    assert "''" in finding.sql
 
 
 def test_the_paid_task_of_empty_completions_is_named_with_them():
@@ -223,3 +277,13 @@ def test_the_query_of_each_finding_is_answered_by_a_run(tmp_path, prepared_model
     with Database(stores_of(store.url)) as database:
         for sql in filter(None, queries.values()):
             assert database.table(sql).num_columns >= 2
+
+
+def test_a_batch_that_cannot_be_read_costs_no_status(store, tmp_path):
+    write_run(store, Shape(steps=3))
+    keys = [entry.name for commit in read_commits(store).values() for entry in commit.batches]
+    store.put(keys[-1], b"\x00" + store.get(keys[-1])[1:])
+    store.delete(keys[:1])
+    assert run_status(store)["findings"] == []
+    (tmp_path / "tokenizer.json").write_text("{bad")
+    assert text_decoder(str(tmp_path)) is None

@@ -300,3 +300,32 @@ def test_the_command_prints_one_line_for_an_error_and_answers_statements_of_stdi
     assert (several.returncode, several.stdout.split()[-2:]) == (0, ["seven", "7"])
     answer = run("select count(*) as n from rollouts", "--json")
     assert json.loads(answer.stdout) == {"columns": ["n"], "rows": [{"n": TRAINED + 2 * SIZE}], "num_rows": 1}
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("select cast(chr(27) || '[31mX' as integer)", r"\\x1b\[31mX"),
+        ("select no_such from rollouts", "^[^\n]*$"),
+    ],
+)
+def test_an_error_is_one_printable_line(database, statement, message):
+    with pytest.raises(ConfigError, match=message) as raised:
+        database.table(statement)
+    assert str(raised.value).isprintable()
+
+
+def test_a_statement_follows_a_result_that_was_not_read(database):
+    database.sql("select range from range(1000000)")
+    assert rows(database, "select 1 as a") == [{"a": 1}]
+
+
+def test_maps_with_lists_as_keys_are_pairs_and_headings_are_printable(database):
+    assert document(database.sql("select map{[1]: 2} as m"), 0)["rows"] == [{"m": [[[1], 2]]}]
+    assert document(database.sql("select map{'a': 2} as m"), 0)["rows"] == [{"m": {"a": 2}}]
+    assert table_lines(database.sql('select 1 as "\x1b[31m"'), 0)[0] == r"\x1b[31m"
+
+
+def test_two_columns_of_one_name_are_no_json(database):
+    with pytest.raises(ConfigError, match="two columns of the result have the name a"):
+        document(database.sql("select 1 as a, 2 as a"), 0)

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from pipelinerl_core.data.codec import encode_rollouts, to_segment
-from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.errors import ConfigError, MissingObject
 from pipelinerl_core.messages import FateRecord
 from pipelinerl_core.report.trace import parse_place, trace, trace_lines
 from pipelinerl_core.run.commits import read_commits
-from pipelinerl_core.run.records import commit_key, rollout_key
+from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.records import MANIFEST_FILE, RUN_KEY, RunRecord, checkpoint_prefix, commit_key, rollout_key
 from pipelinerl_core.types import Origin
 from tests.synthetic_run import (
     START,
@@ -95,12 +96,43 @@ def test_groups_that_were_not_trained_are_read_from_their_segment(run, group, fa
     assert traced(run, f"{group}.0:3")["token"]["share"] is None
 
 
-def test_removed_rows_are_said_to_be_removed(run):
+def test_lost_rows_are_an_error_and_removed_rows_are_said_to_be_removed(run):
     for entry in read_commits(run)[3].batches:
         run.delete([entry.name])
+    for place in ("900", "v3"):
+        with pytest.raises(MissingObject, match="the rows of step 3"):
+            traced(run, place)
+    record = read_record(run, RUN_KEY, RunRecord)
+    put_record(run, RUN_KEY, record.model_copy(update={"config": record.config | {"store": {"keep_rows": 1}}}))
+    run.put(f"{checkpoint_prefix(5, TRAINER_EPOCH)}/{MANIFEST_FILE}", b"{}")
     document = traced(run, "900")
     assert (document["group"]["fate"], document["rollouts"]) == ("trained", [])
     assert "its rows are not in the store" in "\n".join(trace_lines(document))
+    assert traced(run, "v3")["version"]["step"]["num_rollouts"] is None
+
+
+def test_a_damaged_segment_hides_no_other_group(run):
+    run.put(rollout_key("actor-0", 1, 0), b"torn")
+    assert traced(run, "902")["group"]["fate"] == "undecided"
+    with pytest.raises(ConfigError, match="has no group 99999"):
+        traced(run, "99999")
+
+
+def test_the_swap_of_a_rollout_that_ended_before_the_swap_was_noted(run):
+    commit = read_commits(run)[3]
+    late = [swap.model_copy(update={"at": START + 200}) for swap in commit.swaps]
+    put_record(run, commit_key(3, TRAINER_EPOCH), commit.model_copy(update={"swaps": tuple(late)}))
+    assert traced(run, "900.0:3")["token"]["swapped_at"] == START + 200
+    put_record(run, commit_key(3, TRAINER_EPOCH), commit.model_copy(update={"swaps": ()}))
+    token = traced(run, "900.0:3")["token"]
+    assert (token["swapped_at"], token["is_first_version"]) == (None, False)
+    assert traced(run, "900.1:1")["token"]["is_first_version"]
+
+
+def test_text_of_others_is_printable(run):
+    document = traced(run, "900.0")
+    document["rollout"]["error"] = "\x1b[31mnew\nline"
+    assert "\\x1b[31mnew\\nline" in "\n".join(trace_lines(document))
 
 
 @pytest.mark.parametrize(
