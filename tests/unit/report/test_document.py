@@ -11,7 +11,9 @@ from pipelinerl_core.messages import ActorSample, SwapRecord
 from pipelinerl_core.report import utilization
 from pipelinerl_core.report.document import build_report, write_weights_table
 from pipelinerl_core.report.html import render_report
+from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.records import RUN_KEY, WEIGHTS_TABLE_KEY, EvalRecord, commit_key, eval_key
+from pipelinerl_core.storage.digests import entry_of
 from tests.builders import put_epoch, run_record
 from tests.synthetic_run import (
     TRAINER_EPOCH,
@@ -333,7 +335,13 @@ def test_a_batch_of_another_version_is_refused_by_name(store, two_step_run):
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
-    store.put(key, sink.getvalue().to_pybytes())
+    data = sink.getvalue().to_pybytes()
+    store.put(key, data)
+    commit = next(
+        commit for commit in read_commits(store).values() if key in [entry.name for entry in commit.batches]
+    )
+    commit = commit.model_copy(update={"batches": (entry_of(key, data),)})
+    put_record(store, commit_key(commit.step, commit.epoch), commit)
     with pytest.raises(SchemaMismatch, match="'2'; this release reads 3"):
         build_report(store)
 
