@@ -1,16 +1,18 @@
 """Runs as a database: DuckDB over the views of views.py, read-only and without access to files or the network."""
 
+import logging
 import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from pipelinerl_core.errors import BrokenRecord, ConfigError, PipelineRLError
+from pipelinerl_core.errors import BrokenRecord, ConfigError, MissingObject, PipelineRLError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report.query.reader import SEGMENT_ROWS, STORED_ROWS, RunReader
 from pipelinerl_core.report.query.text import Texts
@@ -20,6 +22,8 @@ from pipelinerl_core.run.locate import locate_run
 from pipelinerl_core.run.records import RUN_KEY
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.telemetry.log_lines import printable
+
+logger = logging.getLogger(__name__)
 
 _MEMORY = "1200MB"
 """Of DuckDB, which then writes to temporary files; Arrow needs up to some hundred megabytes beside it."""
@@ -108,7 +112,7 @@ class Database:
             raise KeyboardInterrupt from None  # Ctrl-C while DuckDB computes
 
     def _model_of(self, run_id: str) -> str:
-        return next(reader.config.model.path for reader in self._readers if reader.run_id == run_id)
+        return next(reader.config.model.path for reader in self._readable if reader.run_id == run_id)
 
     def _prepare(self, statement: str) -> None:
         """Make the relations that a statement names; a name in a comment or a column does no harm."""
@@ -119,7 +123,7 @@ class Database:
         for name in needed:
             self._register(name)
         if "stored_rows" in needed:
-            names = Counter(reader.run_id for reader in self._readers)
+            names = Counter(reader.run_id for reader in self._readable)
             if twice := [name for name, count in names.items() if count > 1]:
                 raise ConfigError(f"several runs of the root have the id {twice[0]}: ask them one by one")
             self._connection.execute(f"CREATE OR REPLACE TEMP VIEW rows AS {ROWS}")
@@ -130,7 +134,7 @@ class Database:
     def _register(self, name: str) -> None:
         with suppress(self._duckdb.CatalogException):
             self._connection.unregister(name)
-        readers = self._readers
+        readers = self._readers if name == "runs" else self._readable
         if name in _SCHEMAS:
             datasets = [dataset for reader in readers for dataset in getattr(reader, name)()]
             empty = ds.dataset(_SCHEMAS[name].empty_table())
@@ -139,6 +143,23 @@ class Database:
             self._connection.register(name, records_table(name, readers))
         else:
             self._connection.register(name, pa.concat_tables([getattr(reader, name)() for reader in readers]))
+
+    @cached_property
+    def _readable(self) -> list[RunReader]:
+        """The run, or the runs of a root whose record can be read; raises StoreError or ConfigError without any."""
+        readable = []
+        for reader in self._readers:
+            try:
+                _ = reader.config
+            except (BrokenRecord, MissingObject, ConfigError) as error:
+                if len(self._readers) == 1:
+                    raise
+                logger.warning("left out of all views but runs: %s", error)
+            else:
+                readable.append(reader)
+        if not readable:
+            raise ConfigError("no run of the root can be read; the view runs says why")
+        return readable
 
 
 def records_table(name: str, readers: Iterable[RunReader]) -> pa.Table:

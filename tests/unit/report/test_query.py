@@ -329,3 +329,17 @@ def test_maps_with_lists_as_keys_are_pairs_and_headings_are_printable(database):
 def test_two_columns_of_one_name_are_no_json(database):
     with pytest.raises(ConfigError, match="two columns of the result have the name a"):
         document(database.sql("select 1 as a, 2 as a"), 0)
+
+
+def test_an_unreadable_run_of_a_root_is_left_out_of_all_views_but_runs(url, tmp_path, caplog):
+    root = tmp_path / "root"
+    (root / "broken").mkdir(parents=True)
+    (root / "broken" / "run.json").write_text("{bad")
+    (root / "r-1").symlink_to(url.removeprefix("file://"))
+    stores = [open_store(str(root / name)) for name in ("broken", "r-1")]
+    with Database(stores) as both:
+        assert {row["state"] for row in rows(both, "select state from runs")} >= {"unreadable"}
+        assert rows(both, "select count(*) as n from rollouts where fate = 'trained'") == [{"n": TRAINED}]
+    assert "left out of all views but runs" in caplog.text
+    with pytest.raises(BrokenRecord), Database(stores[:1]) as alone:
+        alone.table("select 1 from rollouts")
