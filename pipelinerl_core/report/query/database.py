@@ -48,9 +48,10 @@ class Database:
     that it names."""
 
     def __init__(self, stores: Sequence[ObjectStore]) -> None:
-        """Raises ConfigError if the package duckdb is not installed."""
+        """Raises ConfigError without the package duckdb, StoreError if the record of the only run cannot be read."""
         self._duckdb = _import_duckdb()
         self._readers = [RunReader(store) for store in stores]
+        run_id = self._readers[0].run_id if len(self._readers) == 1 else None  # raises before the directory exists
         self._spill = tempfile.TemporaryDirectory(prefix="pipelinerl-sql-")
         settings = {
             "memory_limit": _MEMORY,
@@ -58,7 +59,7 @@ class Database:
             "python_enable_replacements": False,  # a statement reads no variable of the program
         }
         self._connection = self._duckdb.connect(config=settings)
-        texts = Texts(self._model_of, self._readers[0].run_id if len(self._readers) == 1 else None)
+        texts = Texts(self._model_of, run_id)
         for name, ids in (("decoded", "INTEGER[]"), ("token_text", "INTEGER")):
             function = getattr(texts, name)
             self._connection.create_function(name, function, ["VARCHAR", ids], "VARCHAR", type="arrow")
