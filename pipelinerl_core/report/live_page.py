@@ -3,15 +3,19 @@
 import functools
 import threading
 import time
+from dataclasses import replace
 from html import escape
 from typing import Any
 
+from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.report.facts import RunCache, RunFacts, collect
+from pipelinerl_core.report.facts import RunCache, RunFacts, collect, read_batch
 from pipelinerl_core.report.html import page_of, served_styles
 from pipelinerl_core.report.live_view import status_line, status_of
+from pipelinerl_core.report.rollouts_page import WantedRollouts, rollout_page, rollouts_page
 from pipelinerl_core.report.samples import Decode
 from pipelinerl_core.report.scrape_targets import role_progress, targets
+from pipelinerl_core.report.trace import Place, TracedRun
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.hub_status import HubWatch
 
@@ -43,7 +47,7 @@ async function renew() {
 setTimeout(renew, 2000);
 """
 _LIVE = """<style>@CSS@</style>
-<nav><a href="../../">all runs</a></nav>
+<nav><a href="../../">all runs</a> &middot; <a href="rollouts">rollouts</a></nav>
 <p id="live" data-page="@PAGE@">@LINE@</p>
 <script>@SCRIPT@</script>
 """
@@ -92,6 +96,24 @@ class LivePage:
         """The run as it is stored now. Raises StoreError."""
         with self._lock:
             return collect(self._store, self._cache)
+
+    def rollouts_page(self, wanted: WantedRollouts) -> str:
+        """The page of the rollouts of a step. Raises ConfigError if the step has no rollouts, StoreError."""
+        wanted.check()
+        with self._lock:
+            self._follower.refresh()
+            commits = self._follower.commits
+            steps = [step for step in commits if step > 0]
+            step = int(wanted.step) if wanted.step else max(steps, default=0)
+            if step not in steps:
+                raise ConfigError(f"{self._run_id} has no trained step {step}" if steps else "no step is trained yet")
+            commit = commits[step]
+        rows = read_batch(self._store, commit)
+        return rollouts_page(self._run_id, steps, rows, replace(wanted, step=str(step)), self._decode)
+
+    def rollout_page(self, place: Place, colours: str) -> str:
+        """The page of a rollout. Raises ConfigError if there is no such rollout, StoreError."""
+        return rollout_page(TracedRun(self._store), place, colours)
 
     def page(self) -> str:
         """The page; rendered again after new commits, within PAGE_SHARE of the time."""

@@ -206,25 +206,25 @@ def _choice(shown: Collection[int], before: Samples, after: Samples = ()) -> str
 def _answer(sample: Mapping[str, Any], note: str) -> str:
     reward, reference = sample.get("reward"), sample.get("reference")
     prompt = str(sample.get("prompt", ""))
-    shown = f" reference: {_visible(str(reference))}" if reference else ""
+    shown = f" reference: {visible(str(reference))}" if reference else ""
     badge = _badge(reward if isinstance(reward, int | float) else None)
     columns = {name: value for name, value in (sample.get("task") or {}).items() if value != reference}
     turns = [
-        (_turn_title(number, turn.get("reward")), _given(turn.get("given", "")) + _visible(turn.get("text", "")))
+        (_turn_title(number, turn.get("reward")), _given(turn.get("given", "")) + visible(turn.get("text", "")))
         for number, turn in enumerate(sample.get("turns") or ())
     ]
     return _parts(
         f"{badge}{shown}{f' ({note})' if note else ''}",
         columns,
         prompt,
-        [("prompt", f'<span class="prompt">{_visible(prompt)}</span>'),
-         *(turns or [("completion", _visible(str(sample.get("completion", ""))))])],
+        [("prompt", f'<span class="prompt">{visible(prompt)}</span>'),
+         *(turns or [("completion", visible(str(sample.get("completion", ""))))])],
     )  # fmt: skip
 
 
 def _parts(meta: str, columns: Mapping[str, Any], prompt: str, parts: Sequence[tuple[str, str]]) -> str:
     """A rollout: a line about it, its task, and titled parts of its text, all but the columns already HTML."""
-    shown = "; ".join(f"{escape(name)} {_visible(text)}" for name, text in _columns(columns, prompt).items())
+    shown = "; ".join(f"{escape(name)} {visible(text)}" for name, text in _columns(columns, prompt).items())
     texts = "".join(f'<p class="part">{title}</p><pre>{text}</pre>' for title, text in parts)
     task = f'<p class="meta">task: {shown}</p>' if shown else ""
     return f'<div class="rollout"><p class="meta">{meta}</p>{task}{texts}</div>'
@@ -249,7 +249,7 @@ def _turn_title(number: int, reward: float | None, *, is_branch: bool = False) -
 
 
 def _given(text: str) -> str:
-    return f"<span {_GIVEN}>{_visible(text)}</span>" if text else ""
+    return f"<span {_GIVEN}>{visible(text)}</span>" if text else ""
 
 
 def one_per_group(rows: Sequence[TrainedRollout], limit: int) -> list[TrainedRollout]:
@@ -315,7 +315,7 @@ def _runs(use_C: np.ndarray, start: int, end: int) -> list[tuple[int, int]]:
 
 def _text(token_ids: np.ndarray, decode: Decode | None) -> str:
     text = plain_text(token_ids, decode)
-    return text if decode is None else _visible(text)
+    return text if decode is None else visible(text)
 
 
 def plain_text(token_ids: np.ndarray, decode: Decode | None) -> str:
@@ -325,7 +325,7 @@ def plain_text(token_ids: np.ndarray, decode: Decode | None) -> str:
     return "".join(decode(token_id) for token_id in token_ids.tolist())
 
 
-def _visible(text: str) -> str:
+def visible(text: str) -> str:
     """HTML-escaped text with visible line ends, and control characters as JSON escapes."""
     shown = "".join(letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1] for letter in text)
     return escape(shown).replace("\n", _RETURN)

@@ -54,31 +54,43 @@ def parse_place(text: str) -> Place:
 
 def trace(store: ObjectStore, place: Place) -> dict[str, Any]:
     """The document of a place. Raises ConfigError if the run has no such version, group, rollout or token."""
-    run = _Run(store)
+    run = TracedRun(store)
     if place.version is not None:
         return {"version": run.version(place.version)}
-    assert place.group is not None
-    commit, fate = run.decision(place.group)
-    rows = run.rows(place.group, commit, fate)
-    step = run.step(commit) if commit is not None and fate is not None and fate.fate == "trained" else None
-    document = {"group": run.group(place.group, commit, fate, rows), "step": step}
-    if place.rollout is None:
-        amounts = step["amount"] if step else 0.0
-        return {**document, "rollouts": [run.rollout_line(row, amounts) for row in rows]}
+    if place.rollout is not None:
+        return rollout_of(run, place)[0]
+    traced, rows = _group_of(run, place)
+    amount = traced["step"]["amount"] if traced["step"] else 0.0
+    return {**traced, "rollouts": [run.rollout_line(row, amount) for row in rows]}
+
+
+def rollout_of(run: "TracedRun", place: Place) -> tuple[dict[str, Any], "TracedRow", "list[TracedRow]"]:
+    """The document of a rollout or a token, the rollout, and all rollouts of its group. Raises ConfigError."""
+    traced, rows = _group_of(run, place)
     chosen = next((row for row in rows if row.rollout.rollout_index == place.rollout), None)
     if chosen is None:
         known = ", ".join(str(row.rollout.rollout_index) for row in rows)
         raise ConfigError(
             f"group {place.group} has no rollout {place.rollout} in the store" + (f", but {known}" if known else "")
         )
-    document["rollout"] = run.rollout(chosen, step["amount"] if step else 0.0)
+    step = traced["step"]
+    traced["rollout"] = run.rollout(chosen, step["amount"] if step else 0.0)
     if place.token is not None:
-        document["token"] = run.token(chosen, place.token, step)
-    return document
+        traced["token"] = run.token(chosen, place.token, step)
+    return traced, chosen, rows
+
+
+def _group_of(run: "TracedRun", place: Place) -> tuple[dict[str, Any], "list[TracedRow]"]:
+    """The document of a group and of its step, and its rollouts."""
+    assert place.group is not None
+    commit, fate = run.decision(place.group)
+    rows = run.rows(place.group, commit, fate)
+    step = run.step(commit) if commit is not None and fate is not None and fate.fate == "trained" else None
+    return {"group": run.group(place.group, commit, fate, rows), "step": step}, rows
 
 
 @dataclass(frozen=True, eq=False)
-class _Row:
+class TracedRow:
     """A rollout, with its training if it was trained."""
 
     rollout: Rollout
@@ -105,14 +117,14 @@ class _Row:
         )
 
 
-class _Run:
+class TracedRun:
     """The records of a run, and the texts of its tokens."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
         self.follower = RunFollower(store)
         self.follower.refresh()
-        self._of_step: dict[int, list[_Row]] = {}
+        self._of_step: dict[int, list[TracedRow]] = {}
 
     @cached_property
     def decode(self) -> Any:
@@ -143,7 +155,7 @@ class _Run:
                     return commit, fate
         return None, None
 
-    def rows(self, group: int, commit: Commit | None, fate: FateRecord | None) -> list[_Row]:
+    def rows(self, group: int, commit: Commit | None, fate: FateRecord | None) -> list[TracedRow]:
         """The rollouts of a group that are in the store, by index.
 
         Raises ConfigError if no commit has decided the group and none of its rollouts is finished.
@@ -152,14 +164,14 @@ class _Run:
             rows = [row for row in self.step_rows(commit) if row.rollout.group_id == group]
         else:
             attempt = fate.attempt if fate is not None else None
-            rows = [_Row(rollout) for rollout in self._untrained(group, attempt, commit)]
+            rows = [TracedRow(rollout) for rollout in self._untrained(group, attempt, commit)]
             if not rows and fate is None:
                 raise ConfigError(
                     f"{self.follower.run.run_id} has no group {group}, or none of its rollouts is finished"
                 )
         return sorted(rows, key=lambda row: row.rollout.rollout_index)
 
-    def step_rows(self, commit: Commit) -> list[_Row]:
+    def step_rows(self, commit: Commit) -> list[TracedRow]:
         """All rollouts that a step trained, in order; empty if `store.keep_rows` has removed them.
 
         Raises MissingObject if they are lost.
@@ -171,7 +183,9 @@ class _Run:
                 if commit.step > removable_through(self.store, self.keep_rows):
                     raise
                 batches = []
-            self._of_step[commit.step] = [_Row(row.rollout, row) for batch in batches for row in decode_batch(batch)]
+            self._of_step[commit.step] = [
+                TracedRow(row.rollout, row) for batch in batches for row in decode_batch(batch)
+            ]
         return self._of_step[commit.step]
 
     def _untrained(self, group: int, attempt: int | None, commit: Commit | None) -> list[Rollout]:
@@ -211,7 +225,7 @@ class _Run:
             yield pa.Table.from_batches(batches)
 
     def group(
-        self, group: int, commit: Commit | None, fate: FateRecord | None, rows: Sequence[_Row]
+        self, group: int, commit: Commit | None, fate: FateRecord | None, rows: Sequence[TracedRow]
     ) -> dict[str, Any]:
         """A group: its prompt, and what became of it."""
         prompt = {}
@@ -250,7 +264,7 @@ class _Run:
             raise ConfigError(f"{self.follower.run.run_id} has no version {version}; the newest is {newest}")
         commit = self.follower.commits[version]
         step = self.step(commit)
-        groups: dict[int, list[_Row]] = {}
+        groups: dict[int, list[TracedRow]] = {}
         for row in self.step_rows(commit):
             groups.setdefault(row.rollout.group_id, []).append(row)
         evaluation = self.follower.evals.get(version)
@@ -270,7 +284,7 @@ class _Run:
 
     # ---- rollouts and tokens -----------------------------------------------------------------------------------
 
-    def rollout_line(self, row: _Row, amount: float) -> dict[str, Any]:
+    def rollout_line(self, row: TracedRow, amount: float) -> dict[str, Any]:
         """The figures of a rollout. amount: of the step."""
         own = row.rollout
         return {
@@ -281,7 +295,7 @@ class _Run:
             "versions": sorted({span.version for span in own.weight_spans}),
         }  # fmt: skip
 
-    def rollout(self, row: _Row, amount: float) -> dict[str, Any]:
+    def rollout(self, row: TracedRow, amount: float) -> dict[str, Any]:
         """A rollout with its text, and for each span of tokens the version and the swap that brought it."""
         own, training = row.rollout, row.training
         return {
@@ -304,7 +318,7 @@ class _Run:
             "started_at": own.started_at, "finished_at": own.finished_at, "scored_at": own.scored_at,
         }  # fmt: skip
 
-    def token(self, row: _Row, place: int, step: dict[str, Any] | None) -> dict[str, Any]:
+    def token(self, row: TracedRow, place: int, step: dict[str, Any] | None) -> dict[str, Any]:
         """A token of a rollout. Raises ConfigError if the rollout is shorter."""
         own = row.rollout
         if place >= len(own.completion_token_ids):

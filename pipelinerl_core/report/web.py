@@ -6,6 +6,8 @@
 | /runs.json   | the same as JSON |
 | /runs/RUN/   | the page of a run, by its id, or `latest` |
 | /runs/RUN/status.json | the document of `pipelinerl status RUN --json` |
+| /runs/RUN/rollouts | the rollouts of a step; `step`, `sort`, `reward`, `text` and others in the query |
+| /runs/RUN/rollouts/12.3 | a rollout, its tokens and its trace; `colours` in the query |
 | /compare     | two runs side by side, each as `run` in the query |
 | /metrics     | the runs that are running or were recently, for Prometheus |
 | /targets.json | addresses of the metrics of their roles, for Prometheus' http_sd_configs |
@@ -25,6 +27,7 @@ import json
 import logging
 import socket
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
@@ -34,8 +37,10 @@ from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, StoreUnavailable
 from pipelinerl_core.report import live_page, runs_page
 from pipelinerl_core.report.html import served_styles, styles
+from pipelinerl_core.report.rollouts_page import WantedRollouts
 from pipelinerl_core.report.root_pages import RootPages
 from pipelinerl_core.report.run_list import SORTS, Wanted
+from pipelinerl_core.report.trace import Place, parse_place
 from pipelinerl_core.telemetry.role_metrics import CONTENT_TYPE
 
 logger = logging.getLogger(__name__)
@@ -178,6 +183,11 @@ class _Handler(BaseHTTPRequestHandler):
                 return _HTML, pages.run(unquote(name)).page().encode()
             case ["runs", name, "status.json"]:
                 return _json(pages.run(unquote(name)).status())
+            case ["runs", name, "rollouts"]:
+                return _HTML, pages.run(unquote(name)).rollouts_page(_rollouts(query)).encode()
+            case ["runs", name, "rollouts", place]:
+                colours = query.get("colours", ["version"])[0]
+                return _HTML, pages.run(unquote(name)).rollout_page(_rollout(place), colours).encode()
             case _:
                 raise _Refused(HTTPStatus.NOT_FOUND)
 
@@ -205,6 +215,23 @@ def _filters(query: Mapping[str, list[str]]) -> tuple[Wanted, str]:
         return Wanted(owner=owner, tag=tag, state=state, older_than=older_than), sort
     except ConfigError as error:
         _refuse(str(error))
+
+
+def _rollouts(query: Mapping[str, list[str]]) -> WantedRollouts:
+    names = {each.name for each in fields(WantedRollouts)}
+    wanted = WantedRollouts(**{name: values[0] for name, values in query.items() if name in names})
+    try:
+        wanted.check()
+    except ConfigError as error:
+        _refuse(str(error))
+    return wanted
+
+
+def _rollout(text: str) -> Place:
+    place = parse_place(unquote(text))
+    if place.rollout is None:
+        raise _Refused(HTTPStatus.NOT_FOUND)
+    return place
 
 
 def _two_runs(query: Mapping[str, list[str]]) -> list[str]:

@@ -100,6 +100,22 @@ def test_the_page_of_a_run_is_its_report_below_a_status_line(run, served, page):
     assert get(f"{served}/healthz") == "ok\n"
 
 
+def test_the_rollouts_of_a_step_are_pages(run, served, page):
+    newest = get(f"{page}/rollouts")
+    assert "<h1>Rollouts of step 4</h1>" in newest
+    assert '<a href="?step=3">step 3</a>' in newest
+    assert 'href="rollouts"' in get(f"{page}/")
+    first = get(f"{page}/rollouts?step=1&sort=-reward&reward=1")
+    name = re.search(r'<a href="rollouts/(\d+\.\d+)">', get(f"{page}/rollouts?step=1"))[1]
+    assert "Rollouts of step 1" in first
+    assert f"<h1>Rollout {name}</h1>" in get(f"{page}/rollouts/{name}?colours=advantage")
+    for path, status in (
+        ("rollouts?step=9", 404), ("rollouts?sort=x", 400), ("rollouts/9999.1", 404), ("rollouts/0", 404),
+        ("rollouts/0.0:1", 200), ("rollouts/x", 404), ("rollouts/0.0?colours=x", 404),
+    ):  # fmt: skip
+        assert answer_to(served, "127.0.0.1", f"/runs/{RUN}/{path}")[0] == status, path
+
+
 def answer_to(served, host, path="/", **headers):
     """Status, headers and text of the answer to a request with this Host header and further ones."""
     connection = HTTPConnection(served.removeprefix("http://"), timeout=60)
@@ -111,7 +127,18 @@ def answer_to(served, host, path="/", **headers):
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/runs.json", f"/runs/{RUN}/", f"/runs/{RUN}/status.json", "/metrics", "/targets.json", "/healthz"]
+    "path",
+    [
+        "/",
+        "/runs.json",
+        f"/runs/{RUN}/",
+        f"/runs/{RUN}/status.json",
+        f"/runs/{RUN}/rollouts",
+        f"/runs/{RUN}/rollouts/0.0",
+        "/metrics",
+        "/targets.json",
+        "/healthz",
+    ],
 )
 def test_a_page_of_the_web_whose_name_leads_here_reads_nothing(run, served, path):
     for host in (
