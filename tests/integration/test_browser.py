@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -20,14 +20,15 @@ import pytest
 from pipelinerl_core.report import live_page, root_pages
 from pipelinerl_core.report.root_pages import RootPages
 from pipelinerl_core.report.web import build_server
-from pipelinerl_core.run.records import RUN_KEY
+from pipelinerl_core.run.commits import read_commits
+from pipelinerl_core.run.records import RUN_KEY, commit_key
 from pipelinerl_core.storage.object_store import open_store
 from tests.integration.browser import Page, browser
 from tests.integration.cli_case import committed
 from tests.integration.pipeline import ROOT
 from tests.integration.prefect_server import Prefect
 from tests.ports import free_port
-from tests.synthetic_run import Shape, write_run
+from tests.synthetic_run import Shape, make_rollout, put_batch, put_record, training_row, write_run
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -336,5 +337,36 @@ def test_the_live_page_renews_itself_and_runs_no_script_but_its_own(page, served
     page.value("addEventListener('securitypolicyviolation', event => { window.blocked = event.effectiveDirective })")
     page.value("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.ran = 1\">')")
     page.until("the block of a foreign script", "window.blocked")
+    assert page.value("window.ran") is None
+    assert page.errors == []
+
+
+def test_the_rollouts_of_a_step_are_filtered_opened_and_coloured_and_run_no_script(page, served, tmp_path):
+    store = open_store(str(tmp_path / "quickstart-1"))
+    write_run(store, Shape(steps=10))
+    commit = read_commits(store)[10]
+    hostile = "<img src=x onerror='window.ran = 1'><script>window.ran = 1</script>"
+    rollout = replace(make_rollout(group_id=36, spans=[(8, 0, 2), (9, 2, 4)]), task=json.dumps({hostile: hostile}))
+    rows = [
+        training_row(replace(rollout, rollout_index=index, reward=float(index)), advantage=index - 1.0)
+        for index in range(3)
+    ]
+    entries = put_batch(store, 10, commit.epoch, rows)
+    put_record(store, commit_key(10, commit.epoch), commit.model_copy(update={"batches": entries}))
+    page.go(f"{served}/runs/quickstart-1/")
+    page.click("rollouts")
+    page.sees("Rollouts of step 10", "3 of 3 rollouts", "36.0", "onerror")
+    page.fill("document.querySelector('input[name=reward]')", "1..")
+    page.click("Show")
+    page.sees("2 of 3 rollouts")
+    page.click("36.2")
+    page.sees("Rollout 36.2", "group 36: trained in step 10", "36.1")
+    tints = "new Set([...document.querySelectorAll('.rollout span[title]')].map(token => token.className)).size"
+    assert page.value(tints) == 2, "two versions"
+    page.click("advantage")
+    page.until("one advantage", f"{tints} === 1")
+    assert page.value("document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off"
+    page.click("step 10")
+    page.sees("3 of 3 rollouts")
     assert page.value("window.ran") is None
     assert page.errors == []
