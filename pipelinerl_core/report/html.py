@@ -53,9 +53,9 @@ def render_report(store: ObjectStore, *, decode: Decode | None = None) -> str:
     return page_of(store, collect(store), decode)
 
 
-def page_of(store: ObjectStore, facts: RunFacts, decode: Decode | None) -> str:
-    """The page of a run from facts already read."""
-    return _page(store, facts, _report(store, facts, decode), decode)
+def page_of(store: ObjectStore, facts: RunFacts, decode: Decode | None, *, has_browser: bool = False) -> str:
+    """The page of a run from facts already read. has_browser: rollouts have pages, `rollouts/12.3` (web.py)."""
+    return _page(store, facts, _report(store, facts, decode), decode, has_browser=has_browser)
 
 
 def _report(store: ObjectStore, facts: RunFacts, decode: Decode | None) -> dict[str, Any]:
@@ -68,7 +68,14 @@ def _report(store: ObjectStore, facts: RunFacts, decode: Decode | None) -> dict[
     return {**report, "equal_reward_example": example}
 
 
-def _page(store: ObjectStore, facts: RunFacts, report: Mapping[str, Any], decode: Decode | None) -> str:
+def _page(
+    store: ObjectStore,
+    facts: RunFacts,
+    report: Mapping[str, Any],
+    decode: Decode | None,
+    *,
+    has_browser: bool = False,
+) -> str:
     decode = decode or samples.token_decoder(str(facts.run.config.get("model", {}).get("path", "")))
     page = string.Template((_TEMPLATES / "report.html").read_text(encoding="utf-8"))
     return page.substitute(
@@ -78,7 +85,7 @@ def _page(store: ObjectStore, facts: RunFacts, report: Mapping[str, Any], decode
         emulation=escape(report["emulation"]["note"] if report["emulation"] else ""),
         advice=escape(report["advice"] or ""),
         example=_example(report["equal_reward_example"]),
-        diagnosis=_diagnosis(facts, report["findings"], decode),
+        diagnosis=_diagnosis(facts, report["findings"], decode, has_browser=has_browser),
         meta=_meta(facts, report),
         prediction=predicted_table(report["prediction"]),
         tiles=_tiles(facts, report),
@@ -111,7 +118,9 @@ def _example(example: Mapping[str, str] | None) -> str:
     return f'<table class="example"><tbody>{rows}</tbody></table>' if rows else ""
 
 
-def _diagnosis(facts: RunFacts, findings: Sequence[Mapping[str, Any]], decode: Decode | None) -> str:
+def _diagnosis(
+    facts: RunFacts, findings: Sequence[Mapping[str, Any]], decode: Decode | None, *, has_browser: bool
+) -> str:
     """A section with each finding, its query and rollouts that show it; empty without findings."""
     by_name = {row.name: row for row in facts.newest_rows}
     items = []
@@ -124,7 +133,10 @@ def _diagnosis(facts: RunFacts, findings: Sequence[Mapping[str, Any]], decode: D
         )  # SQL has quotes itself
         command = f"pipelinerl sql {facts.run.run_id} {quoted}"
         query = f"<p>All of them: <code>{escape(command)}</code></p>" if finding["sql"] else ""
-        names = f' <span class="meta">rollouts {", ".join(finding["rollouts"])}</span>' if finding["rollouts"] else ""
+        names = ", ".join(
+            f'<a href="rollouts/{name}">{name}</a>' if has_browser else name for name in finding["rollouts"]
+        )
+        names = f' <span class="meta">rollouts {names}</span>' if names else ""
         items.append(f"<details><summary>{escape(finding['text'])}{names}</summary>{query}{texts}</details>")
     return f'<section id="diagnosis"><h2>Diagnosis</h2>{"".join(items)}</section>' if items else ""
 

@@ -121,7 +121,7 @@ class LivePage:
         with self._lock:
             if not self._body or self._page != status["page"]:
                 begun = time.monotonic()
-                self._body = page_of(self._store, collect(self._store, self._cache), self._decode)
+                self._body = page_of(self._store, collect(self._store, self._cache), self._decode, has_browser=True)
                 self._page = status["page"]
                 self._next_page_at = time.monotonic() + (time.monotonic() - begun) / PAGE_SHARE
             texts = {

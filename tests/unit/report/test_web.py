@@ -25,6 +25,7 @@ from pipelinerl_core.run.records import RUN_KEY
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.telemetry.metrics import METRICS
 from pipelinerl_core.telemetry.role_metrics import runs_exposition
+from pipelinerl_core.types import FinishReason
 from tests.fakes import MemoryStore
 from tests.synthetic_run import Shape, write_run
 
@@ -114,6 +115,12 @@ def test_the_rollouts_of_a_step_are_pages(run, served, page):
         ("rollouts/0.0:1", 200), ("rollouts/x", 404), ("rollouts/0.0?colours=x", 404),
     ):  # fmt: skip
         assert answer_to(served, "127.0.0.1", f"/runs/{RUN}/{path}")[0] == status, path
+
+
+def test_the_diagnosis_of_the_live_page_leads_to_its_rollouts(run, page):
+    write_run(run.store, Shape(steps=10, finish_reason=FinishReason.LENGTH))
+    name = re.search(r'<a href="rollouts/(\d+\.\d+)">', get(f"{page}/"))[1]
+    assert f"<h1>Rollout {name}</h1>" in get(f"{page}/rollouts/{name}")
 
 
 def answer_to(served, host, path="/", **headers):
