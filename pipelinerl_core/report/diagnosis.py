@@ -160,7 +160,10 @@ class _Newest:
 
     def names(self, indices: Iterable[int]) -> tuple[str, ...]:
         """The newest rollouts of some, one of each group, as names."""
-        by_group = {self.rows[index].group_id: self.rows[index].name for index in indices}
+        by_group: dict[int, str] = {}
+        for index in indices:
+            by_group.pop(self.rows[index].group_id, None)  # the place of the last counts
+            by_group[self.rows[index].group_id] = self.rows[index].name
         return tuple(list(by_group.values())[::-1][:_NUM_NAMED])
 
 

@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -180,9 +180,14 @@ class RunCache:
     def add(self, key: str, step: int, rows: list[TrainedRollout]) -> None:
         """The figures of a step, and its rows if it is among the newest steps."""
         self.steps[key] = step_facts(step, rows)
-        self.newest_rows[key] = rows[:_NEWEST_ROWS]
+        self.newest_rows[key] = [_own(row) for row in rows[:_NEWEST_ROWS]]
         if len(self.newest_rows) > NEWEST_STEPS:
             del self.newest_rows[next(iter(self.newest_rows))]  # steps are added in order
+
+
+def _own(row: TrainedRollout) -> TrainedRollout:
+    """The row without the memory of its batch, in which its arrays are."""
+    return replace(row, **{name: getattr(row, name).copy() for name in _TOKEN_COLUMNS})
 
 
 def collect(store: ObjectStore, cache: RunCache | None = None) -> RunFacts:
@@ -192,6 +197,8 @@ def collect(store: ObjectStore, cache: RunCache | None = None) -> RunFacts:
     follower.refresh()
     keys = follower.commits.keys_by_step
     cache = RunCache() if cache is None else cache
+    counted = set(keys.values())
+    cache.newest_rows = {key: rows for key, rows in cache.newest_rows.items() if key in counted}
     with_batch = {parse_step_key(key) for key in list_keys(store, BATCHES_PREFIX)}  # before the compacted rows
     _add_compacted(store, keys, cache)
     missing = []
@@ -236,7 +243,7 @@ def newest_facts(follower: RunFollower) -> RunFacts:
             rows = read_batch(follower.store, commit) if commit.batches else []
             if rows:
                 steps.append(step_facts(step, rows))
-                newest += rows[:_NEWEST_ROWS] if step in known[-NEWEST_STEPS:] else []
+                newest += [_own(row) for row in rows[:_NEWEST_ROWS]] if step in known[-NEWEST_STEPS:] else []
     return RunFacts(run=follower.run, commits=commits, evals=follower.evals, set_evals=follower.set_evals,
                     steps=tuple(steps), newest_rows=tuple(newest))  # fmt: skip
 

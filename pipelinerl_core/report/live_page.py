@@ -3,12 +3,15 @@
 import functools
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from html import escape
 from typing import Any
 
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.report.diagnosis import text_decoder
 from pipelinerl_core.report.facts import RunCache, RunFacts, collect, read_batch
 from pipelinerl_core.report.html import page_of, served_styles
 from pipelinerl_core.report.live_view import status_line, status_of
@@ -66,6 +69,9 @@ class LivePage:
         self.created_at = self._follower.run.created_at
         self._cache = RunCache()
         self._lock = threading.Lock()
+        self._browser_lock = threading.Lock()
+        self._traced: TracedRun | None = None
+        self._traced_at = 0.0
         self._status: dict[str, Any] = {}
         self._status_at = -STATUS_SECONDS
         self._body = ""
@@ -100,20 +106,35 @@ class LivePage:
     def rollouts_page(self, wanted: WantedRollouts) -> str:
         """The page of the rollouts of a step. Raises ConfigError if the step has no rollouts, StoreError."""
         wanted.check()
-        with self._lock:
-            self._follower.refresh()
-            commits = self._follower.commits
+        with self._browsing() as run:
+            commits = run.follower.commits
             steps = [step for step in commits if step > 0]
             step = int(wanted.step) if wanted.step else max(steps, default=0)
             if step not in steps:
                 raise ConfigError(f"{self._run_id} has no trained step {step}" if steps else "no step is trained yet")
             commit = commits[step]
         rows = read_batch(self._store, commit)
-        return rollouts_page(self._run_id, steps, rows, replace(wanted, step=str(step)), self._decode)
+        texts = text_decoder(str(self._follower.run.config.get("model", {}).get("path", "")))
+        return rollouts_page(self._run_id, steps, rows, replace(wanted, step=str(step)), self._decode, texts)
 
     def rollout_page(self, place: Place, colours: str) -> str:
         """The page of a rollout. Raises ConfigError if there is no such rollout, StoreError."""
-        return rollout_page(TracedRun(self._store), place, colours)
+        with self._browsing() as run:
+            return rollout_page(run, place, colours)
+
+    @contextmanager
+    def _browsing(self) -> Iterator[TracedRun]:
+        """The run for the browser, not older than STATUS_SECONDS.
+
+        The browser has a lock of its own: status and metrics do not wait for the requests of a reader.
+        """
+        with self._browser_lock:
+            if self._traced is None:
+                self._traced = TracedRun(self._store)
+            elif time.monotonic() - self._traced_at >= STATUS_SECONDS:
+                self._traced.refresh()
+            self._traced_at = time.monotonic()
+            yield self._traced
 
     def page(self) -> str:
         """The page; rendered again after new commits, within PAGE_SHARE of the time."""

@@ -11,6 +11,7 @@ from urllib.parse import urlencode
 import numpy as np
 
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.report.diagnosis import Decoder
 from pipelinerl_core.report.facts import TrainedRollout
 from pipelinerl_core.report.runs_page import document
 from pipelinerl_core.report.samples import Decode, plain_text, rollout_block, visible
@@ -46,7 +47,7 @@ class WantedRollouts:
         """Raises ConfigError for a text that is no selection."""
         if self.sort.removeprefix("-") not in SORTS:
             raise ConfigError(f"sort must be {', '.join(SORTS)}, or -reward for the other direction")
-        if not (self.page.isascii() and self.page.isdigit() and 0 < self.number < 10**9):
+        if not (self.page.isascii() and self.page.isdigit() and len(self.page) < 10 and self.number > 0):
             raise ConfigError("page must be a number from 1")
         if self.step and not (self.step.isascii() and self.step.isdigit() and len(self.step) < 16):
             raise ConfigError("step must be a number")
@@ -89,28 +90,36 @@ SORTS: Mapping[str, Callable[[TrainedRollout], float]] = {
 """Name -> key of the order; `order`: as trained."""
 
 
-def chosen(rows: Sequence[TrainedRollout], wanted: WantedRollouts, decode: Decode | None) -> list[TrainedRollout]:
-    """The selected rollouts in their order."""
+def chosen(rows: Sequence[TrainedRollout], wanted: WantedRollouts, texts: Decoder | None) -> list[TrainedRollout]:
+    """The selected rollouts in their order. texts: of whole sequences, for the search; None: token ids."""
     rows = [row for row in rows if wanted.matches(row)]
     if wanted.text:
         text = wanted.text.casefold()
-        rows = [row for row in rows if text in _whole_text(row, decode).casefold()]
+        rows = [row for row in rows if text in _whole_text(row, texts).casefold()]
     key = SORTS[wanted.sort.removeprefix("-")]
     return sorted(rows, key=key, reverse=wanted.sort.startswith("-"))
 
 
-def _whole_text(row: TrainedRollout, decode: Decode | None) -> str:
-    return "\n".join(
-        [plain_text(row.prompt_token_ids, decode), plain_text(row.completion_token_ids, decode), row.task]
-    )
+def _whole_text(row: TrainedRollout, texts: Decoder | None) -> str:
+    parts = [row.prompt_token_ids, row.completion_token_ids]
+    return "\n".join([*(plain_text(ids, None) if texts is None else texts(ids) for ids in parts), row.task])
 
 
 def rollouts_page(
-    run_id: str, steps: Sequence[int], rows: Sequence[TrainedRollout], wanted: WantedRollouts, decode: Decode | None
+    run_id: str,
+    steps: Sequence[int],
+    rows: Sequence[TrainedRollout],
+    wanted: WantedRollouts,
+    decode: Decode | None,
+    texts: Decoder | None = None,
 ) -> str:
-    """The page of a step. steps: all trained steps, in order; rows: of the step that `wanted` names."""
+    """The page of a step.
+
+    steps: all trained steps, in order; rows: of the step that `wanted` names; decode, texts: of a token, and of a
+    sequence for the search.
+    """
     step = int(wanted.step)
-    selected = chosen(rows, wanted, decode)
+    selected = chosen(rows, wanted, texts)
     first = (wanted.number - 1) * PAGE_ROLLOUTS
     shown = selected[first : first + PAGE_ROLLOUTS]
     count = f"{len(selected):,} of {len(rows):,} rollouts"
@@ -145,9 +154,10 @@ def _pages(num_selected: int, wanted: WantedRollouts) -> str:
     last = max(1, -(-num_selected // PAGE_ROLLOUTS))
     if last == 1:
         return ""
+    numbers = {"previous": min(wanted.number - 1, last), "next": wanted.number + 1}
     links = [
         _link(title, replace(wanted, page=str(number)))
-        for title, number in (("previous", wanted.number - 1), ("next", wanted.number + 1)) if 1 <= number <= last
+        for title, number in numbers.items() if 1 <= number <= last
     ]  # fmt: skip
     return f'<p class="meta">page {wanted.number:,} of {last:,} {" ".join(links)}</p>'
 
@@ -181,7 +191,10 @@ def _form(rows: Sequence[TrainedRollout], wanted: WantedRollouts) -> str:
 
 def _options(values: Sequence[str], value: str) -> str:
     known = values if value in values else [*values, value]
-    return "".join(f"<option{' selected' if each == value else ''}>{escape(each)}</option>" for each in known)
+    return "".join(
+        f'<option value="{escape(each)}"{" selected" if each == value else ""}>{escape(each)}</option>'
+        for each in known
+    )
 
 
 # ---- one rollout ---------------------------------------------------------------------------------------------------

@@ -123,8 +123,15 @@ class TracedRun:
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
         self.follower = RunFollower(store)
-        self.follower.refresh()
         self._of_step: dict[int, list[TracedRow]] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the new commits, and forget the rows that were read."""
+        has_news = bool(self.follower.refresh().commits)
+        self._of_step.clear()
+        for name in ("trained_rows", *(("swaps",) if has_news else ())):
+            self.__dict__.pop(name, None)
 
     @cached_property
     def decode(self) -> Any:
@@ -423,7 +430,9 @@ def _rollout_line(row: dict[str, Any]) -> str:
     if row["advantage"] is not None:
         trained = f"advantage {row['advantage']:+.4g}, {_percent(row['share'])} of the step"
     versions = row["versions"]
-    spans = f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]} to {versions[-1]}"
+    spans = "no version"
+    if versions:
+        spans = f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]} to {versions[-1]}"
     return (
         f"rollout {row['rollout']}: reward {reward}, {row['tokens']} tokens ({row['finish_reason']}), {spans}, "
         + trained

@@ -34,7 +34,7 @@ from ipaddress import ip_address
 from typing import NoReturn
 from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
 
-from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, StoreUnavailable
+from pipelinerl_core.errors import ConfigError, MissingObject, SchemaMismatch, StoreError, StoreUnavailable
 from pipelinerl_core.report import live_page, runs_page
 from pipelinerl_core.report.html import served_styles, styles
 from pipelinerl_core.report.rollouts_page import WantedRollouts
@@ -119,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
         except (ConfigError, MissingObject) as error:  # MissingObject: the run was removed
             self.send_error(HTTPStatus.NOT_FOUND, explain=str(error))
             return
-        except StoreError as error:  # a later request may succeed
+        except (StoreError, SchemaMismatch) as error:  # a later request may succeed
             logger.warning("%s: %s", url.path, error)
             is_away = isinstance(error, StoreUnavailable)
             text = "The store does not answer. Try again later." if is_away else "The run cannot be read now."

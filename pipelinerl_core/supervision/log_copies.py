@@ -28,7 +28,7 @@ COPY_SECONDS = 60.0
 MAX_LINES, MAX_CHARACTERS = 500, 1 << 16
 """Of a copy."""
 _COPY = re.compile(rf"{LOGS_PREFIX}/[^/]+@[^/]+\.json")
-END_SECONDS = 2.0
+END_SECONDS = 1.0
 """The end of a role waits at most this long for its last copy, also if the store does not answer."""
 
 
@@ -55,8 +55,8 @@ def _copy_until(run: RunContext, name: str, log: RoleLog, ended: Event) -> None:
         is_last = ended.wait(COPY_SECONDS)
         try:
             lines = _last_lines(log, run.token)
-            if lines != copied:
-                _put(run.store, name, log, lines)
+            if lines != copied or is_last:
+                _put(run.store, name, log, lines, run.token)
             copied, has_failed = lines, False
         except (StoreError, OSError) as error:
             if not has_failed:
@@ -64,7 +64,7 @@ def _copy_until(run: RunContext, name: str, log: RoleLog, ended: Event) -> None:
             has_failed = True
 
 
-def _put(store: ObjectStore, name: str, log: RoleLog, lines: tuple[str, ...]) -> None:
+def _put(store: ObjectStore, name: str, log: RoleLog, lines: tuple[str, ...], token: str) -> None:
     record = LogRecord(
         name=name,
         host=socket.gethostname(),
@@ -72,7 +72,7 @@ def _put(store: ObjectStore, name: str, log: RoleLog, lines: tuple[str, ...]) ->
         num_lines=log.digest.num_lines,
         num_warnings=log.digest.num_warnings,
         num_errors=log.digest.num_errors,
-        last_problem=log.digest.last_problem,
+        last_problem=log.digest.last_problem.replace(token, REDACTED) if token else log.digest.last_problem,
         last_lines=lines,
     )
     store.put(log_key(name, record.host), record.model_dump_json().encode())
@@ -110,7 +110,7 @@ def read_copies(store: ObjectStore) -> list[LogRecord]:
 def all_logs(directory: Path, store: ObjectStore, num_lines: int = 0) -> list[dict[str, Any]]:
     """The logs in a directory of this host, and the copies of other logs: one row per role and host, newest first.
 
-    num_lines: last lines of each. Raises StoreError.
+    num_lines: last lines of each. Raises StoreError if this host has no log and the copies cannot be read.
     """
     here = socket.gethostname()
     rows = []
@@ -119,7 +119,14 @@ def all_logs(directory: Path, store: ObjectStore, num_lines: int = 0) -> list[di
         row |= {"host": here, "is_here": True, "at": path.stat().st_mtime, "last_lines": tail(path, num_lines)}
         rows.append(row)
     own = {(row["role"], here) for row in rows}
-    for copy in read_copies(store):
+    try:
+        copies = read_copies(store)
+    except StoreError as error:
+        if not rows:
+            raise
+        logger.warning("the logs of other hosts cannot be read: %s", error)
+        copies = []
+    for copy in copies:
         if (copy.name, copy.host) not in own:
             rows.append(
                 {

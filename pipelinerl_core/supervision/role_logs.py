@@ -15,6 +15,7 @@ TAIL_BYTES = 1 << 18
 FOLLOW_SECONDS = 0.5
 _CHUNK_BYTES = 1 << 20
 _SHOWN_CHARACTERS = 300
+_READ_CHARACTERS = 20_000
 
 
 @dataclass(slots=True)
@@ -37,7 +38,7 @@ class LogDigest:
             self.num_errors += 1
         else:
             return
-        self.last_problem = redact_text(line.strip())[:_SHOWN_CHARACTERS]
+        self.last_problem = redact_text(line.strip()[:_READ_CHARACTERS])[:_SHOWN_CHARACTERS]
 
 
 class RoleLog:

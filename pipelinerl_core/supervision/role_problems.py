@@ -11,13 +11,14 @@ import time
 from collections import deque
 
 from pipelinerl_core.telemetry.log_lines import TRACEBACK, level_of, message_of, printable
-from pipelinerl_core.telemetry.redact import redact_text
+from pipelinerl_core.telemetry.redact import REDACTED, redact_text
 
 logger = logging.getLogger(__name__)
 
 REPEAT_SECONDS = 600.0
 MAX_LINES, MAX_LINES_SECONDS = 6, 60.0
 _SHOWN_CHARACTERS = 500
+_READ_CHARACTERS = 20_000
 _LEVELS = {"WARNING": logging.WARNING, "ERROR": logging.ERROR, "CRITICAL": logging.ERROR}
 _NUMBER = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
 """Also of addresses and digests."""
@@ -26,8 +27,9 @@ _NUMBER = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
 class RoleProblems:
     """Warnings and errors of one role, over all its processes."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, token: str = "") -> None:
+        """token: a secret that no line may have."""
+        self._name, self._token = name, token
         self._is_in_traceback = False
         self._shown_at: dict[str, float] = {}
         """Line without its numbers -> time of its last show."""
@@ -45,7 +47,9 @@ class RoleProblems:
             self._show(logging.ERROR, line)
 
     def _show(self, level: int, text: str) -> None:
-        text = printable(redact_text(text.strip()))[:_SHOWN_CHARACTERS]
+        text = text.strip()[:_READ_CHARACTERS]
+        text = redact_text(text.replace(self._token, REDACTED) if self._token else text)
+        text = printable(text[:_SHOWN_CHARACTERS])[:_SHOWN_CHARACTERS]
         now, form = time.monotonic(), _NUMBER.sub("0", text)
         self._shown_at = {form: at for form, at in self._shown_at.items() if now - at < REPEAT_SECONDS}
         is_full = len(self._recent) == MAX_LINES and now - self._recent[0] < MAX_LINES_SECONDS

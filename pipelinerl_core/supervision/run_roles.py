@@ -63,7 +63,7 @@ def evaluate(run: RunContext, version: str, stop: Event, enough: float | None = 
 def supervise(run: RunContext, role: str, name: str, arguments: dict[str, str], stop: Event) -> RoleReport:
     """`supervise_role` with the command, environment, GPUs and log file of a role of this run."""
     path = log_directory(run.store.url, run.run_id) / f"{name}.log"
-    log = RoleLog(path, run.config.tracking.log_bytes, RoleProblems(name).add)
+    log = RoleLog(path, run.config.tracking.log_bytes, RoleProblems(name, run.token).add)
     try:
         with claimed_gpus(run.config, run.run_id, role, name, stop) as gpus, copied_log(run, name, log):
             return supervise_role(

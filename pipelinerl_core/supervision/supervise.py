@@ -206,6 +206,7 @@ class _RoleProcess:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: RoleLog, name: str) -> None:
         self.log = log
+        self._has_log_failed = False
         with log.open() as stream:
             # Own process group: the terminal's Ctrl-C reaches only the supervisor, and the whole group can be killed.
             self.process = subprocess.Popen(
@@ -229,7 +230,7 @@ class _RoleProcess:
                 is_ready = ready_check()
                 if not is_ready and time.monotonic() > deadline:
                     return f"not ready within {ready_seconds:.0f} s"
-            self.log.look()
+            self._look(self.log.look)
             stop.wait(POLL_SECONDS)
         return None
 
@@ -245,7 +246,16 @@ class _RoleProcess:
         except subprocess.TimeoutExpired:  # in a call of the kernel, for example to a disk that does not answer
             self.exit_code = -signal.SIGKILL
             logger.warning("pid %d has not ended %g s after SIGKILL", self.process.pid, _KILL_WAIT_SECONDS)
-        self.log.count()
+        self._look(self.log.count)
+
+    def _look(self, read: Callable[[], object]) -> None:
+        """Read the log; a disk without space, or a log that somebody has removed, ends no role."""
+        try:
+            read()
+        except OSError as error:
+            if not self._has_log_failed:
+                logger.warning("pid %d: its log cannot be read or rotated: %s", self.process.pid, error)
+            self._has_log_failed = True
 
 
 def _raise_if_final(

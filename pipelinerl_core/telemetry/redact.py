@@ -27,8 +27,11 @@ _SECRET_VALUE = re.compile(
     r"\b(AKIA|ASIA)[0-9A-Z]{16}\b|\b(hf|ghp|gho|glpat|sk|xox[bp])[-_][A-Za-z0-9_-]{12,}|\beyJ[\w-]{8,}\.[\w-]{8,}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY|\bBearer\s+\S{8,}"
 )
-_URL_LOGIN = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)[^/@\s]+@")
-_URL_QUERY = re.compile(r"(?i)(?P<name>[?&][^=&\s]*(token|secret|signature|password|key|credential)[^=&\s]*=)[^&\s]+")
+# Bounded, so that the time grows with the length of a text and not with its square.
+_URL_LOGIN = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]{0,30}://)[^/\s]{1,1000}@")
+_URL_QUERY = re.compile(
+    r"(?i)(?P<name>[?&][^?=&\s]{0,64}(token|secret|signature|password|key|credential)[^?=&\s]{0,64}=)[^&\s]+"
+)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

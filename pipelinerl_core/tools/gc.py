@@ -144,7 +144,12 @@ class Collector:
         return keys if self._is_done else [key for key in keys if not self._is_open(self._logged(key))]
 
     def logs(self) -> list[str]:
-        """Copies of logs that a newer copy of the same role from another host follows."""
+        """Copies of logs that a newer copy of the same role from another host follows.
+
+        None of a live run: the clocks of its hosts may differ.
+        """
+        if self._is_live:
+            return []
         copies = read_copies(self._store)
         newest = {copy.name: copy.host for copy in copies}
         return [log_key(copy.name, copy.host) for copy in copies if newest[copy.name] != copy.host]

@@ -41,7 +41,8 @@ ROWS = [row(index) for index in range(10)]
 
 
 def names(wanted: WantedRollouts, rows=ROWS) -> list[int]:
-    return [each.group_id * 4 + each.rollout_index for each in chosen(rows, wanted, chr)]
+    texts = lambda ids: "".join(map(chr, ids))  # noqa: E731
+    return [each.group_id * 4 + each.rollout_index for each in chosen(rows, wanted, texts)]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,16 @@ def test_a_rollout_without_a_reward_is_in_no_range_and_sorts_first():
 
 
 @pytest.mark.parametrize(
-    "wanted", [{"sort": "size"}, {"page": "0"}, {"page": "x"}, {"step": "-1"}, {"reward": "a..b"}, {"step": "9" * 20}]
+    "wanted",
+    [
+        {"sort": "size"},
+        {"page": "0"},
+        {"page": "9" * 5000},
+        {"page": "x"},
+        {"step": "-1"},
+        {"reward": "a..b"},
+        {"step": "9" * 20},
+    ],
 )
 def test_a_wrong_selection_is_refused(wanted):
     with pytest.raises(ConfigError):
@@ -91,6 +101,7 @@ def test_a_long_step_has_pages_which_keep_the_selection():
     assert '<a href="?step=9&amp;sort=-reward&amp;source=b">step 9</a>' in page
     beyond = rollouts_page("r", [7], rows, WantedRollouts(step="7", page="99"), chr)
     assert "No rollout of this step is selected" in beyond
+    assert '<a href="?step=7&amp;page=3">previous</a>' in beyond
 
 
 def test_no_text_of_others_becomes_html():

@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from pipelinerl_core.data.codec import encode_rollouts, to_segment
 from pipelinerl_core.errors import ConfigError, MissingObject
 from pipelinerl_core.messages import FateRecord
-from pipelinerl_core.report.trace import parse_place, trace, trace_lines
+from pipelinerl_core.report.rollouts_page import rollout_page
+from pipelinerl_core.report.trace import TracedRun, parse_place, trace, trace_lines
 from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import MANIFEST_FILE, RUN_KEY, RunRecord, checkpoint_prefix, commit_key, rollout_key
@@ -127,6 +129,18 @@ def test_the_swap_of_a_rollout_that_ended_before_the_swap_was_noted(run):
     token = traced(run, "900.0:3")["token"]
     assert (token["swapped_at"], token["is_first_version"]) == (None, False)
     assert traced(run, "900.1:1")["token"]["is_first_version"]
+
+
+def test_a_rollout_without_tokens_has_no_version(run):
+    commit = read_commits(run)[3]
+    none = np.zeros(0, np.int32)
+    empty = make_rollout(group_id=900, prompt=PROMPT, reward=None)
+    empty = replace(empty, completion_token_ids=none, weight_spans=(),
+                    rollout_logprobs=none.astype(np.float32), loss_mask=none.astype(np.bool_))  # fmt: skip
+    batches = put_batch(run, 3, TRAINER_EPOCH, [training_row(empty)])
+    put_record(run, commit_key(3, TRAINER_EPOCH), commit.model_copy(update={"batches": batches}))
+    assert "0 tokens (stop), no version" in "\n".join(trace_lines(traced(run, "900.0")))
+    assert "Rollout 900.0" in rollout_page(TracedRun(run), parse_place("900.0"), "version")
 
 
 def test_text_of_others_is_printable(run):
