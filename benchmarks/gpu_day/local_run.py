@@ -1,6 +1,6 @@
 """A whole run of hub, trainer and actor as supervised processes, without Prefect, MLflow and checks before the start.
 
-The roles, their restarts and the evaluations are those of the train flow (supervision/run_roles.py).
+The program starts, restarts and evaluates roles as the train flow does (supervision/run_roles.py).
 """
 
 import secrets

@@ -2,7 +2,7 @@
 
 Run: python -m benchmarks.gpu_day.swap --size 0.5b [--rank 16]
 
-The stages are those of `python -m benchmarks swap`, here with the seconds of a clock. With --rank the learner trains
+The program measures the stages of `python -m benchmarks swap` in seconds of a clock. With --rank the learner trains
 adapters of a frozen model, and the engine still gets all weights: a model of 7 B parameters then fits a card.
 """
 

@@ -23,6 +23,8 @@ def test_counts_of_tokens_are_no_secrets(key):
     ("value", "shown"),
     [
         ("postgresql://me:hunter2@db/mlflow", f"postgresql://{REDACTED}@db/mlflow"),
+        ("s3://me:hunt@er2@host/x", f"s3://{REDACTED}@host/x"),
+        (f"{'x' * 99}http://me:hunter2@host", f"{'x' * 99}http://{REDACTED}@host"),
         ("https://host/x?X-Amz-Signature=abc&v=1", f"https://host/x?X-Amz-Signature={REDACTED}&v=1"),
         ("AKIAABCDEFGHIJKLMNOP", REDACTED),
         ("hf_abcdefghijklmnop", REDACTED),
