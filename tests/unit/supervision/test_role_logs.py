@@ -408,3 +408,11 @@ def test_a_run_in_a_directory_has_no_copies_because_its_logs_are_there(tmp_path)
         write(log.path, 3)
     assert [key for key in store.list("") if key.startswith("logs")] == ["logs/hub.log"]
     assert read_copies(store) == []
+
+
+def test_the_token_of_the_hub_is_taken_out_of_a_printed_warning(caplog):
+    problems = RoleProblems("actor-0", "0123secret4567")
+    with caplog.at_level(logging.WARNING):
+        problems.add("WARNING 11-28 17:00:00 user code printed 0123secret4567\n")
+    assert "user code printed [redacted]" in caplog.text
+    assert "0123secret4567" not in caplog.text
