@@ -221,6 +221,11 @@ class Learner(Protocol):
     """Optimizer steps inside the weights."""
 
     @property
+    def trainer_logprobs(self) -> list[Float32Array | None] | None:
+        """[C] of each row of the newest step, in their order: `TrainingRow.trainer_logprobs`; None for a row that was
+        not computed. None without store.trainer_logprobs."""
+
+    @property
     def rescorer(self) -> Rescorer | None:
         """Scores rollouts under earlier weights; None if no process has all weights of the learner."""
 

@@ -400,6 +400,9 @@ class TrainingRow:
     """Weight of each token in the loss."""
     turn_advantages: tuple[float, ...] = ()
     """Advantage of each of the rollout's turn_spans; empty if `advantage` is valid for all tokens."""
+    trainer_logprobs: Float32Array | None = None
+    """[C] log-probability of each sampled token under the weights that the step trained, 0 for other tokens; None if
+    it was not computed or not kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

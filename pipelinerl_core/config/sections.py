@@ -252,6 +252,10 @@ class StoreConfig(Section):
     keep_rows: int = Field(0, ge=0)
     """Steps, newest first, whose rollouts stay in the store; 0: all. The trainer removes older rows that no start
     needs; their steps can then neither be replayed nor checked by the audit. Set for long runs."""
+    trainer_logprobs: bool = False
+    """Store the trainer's log-probability of every trained token beside the engine's: importance ratios by token in
+    `pipelinerl sql`, `trace` and the browser of rollouts. Costs 4 bytes per token, and the rows of a step are written
+    after its computation instead of during it."""
 
     def log_seconds(self, url: str) -> float:
         """Seconds between two writes of the log of open groups in the store at a URL; 0: no log."""

@@ -68,6 +68,7 @@ def encode_batch(run_id: str, step: int, rows: Sequence[TrainingRow]) -> pa.Reco
     columns["advantage"] = [row.advantage for row in rows]
     columns["loss_weight"] = [row.loss_weight for row in rows]
     columns["turn_advantages"] = [row.turn_advantages or None for row in rows]
+    columns["trainer_logprobs"] = [row.trainer_logprobs for row in rows]
     return record_batch(columns, BATCH_SCHEMA)
 
 
@@ -100,13 +101,15 @@ def decode_batch(batch: pa.RecordBatch) -> list[TrainingRow]:
             advantage=advantage,
             loss_weight=loss_weight,
             turn_advantages=advantages,
+            trainer_logprobs=logprobs if len(logprobs) else None,
         )
-        for rollout, loss_mask, advantage, loss_weight, advantages in zip(
+        for rollout, loss_mask, advantage, loss_weight, advantages, logprobs in zip(
             rollouts,
             rows_of(batch.column("loss_mask_trained")),
             batch.column("advantage").to_pylist(),
             batch.column("loss_weight").to_pylist(),
             turn_advantages,
+            rows_of(batch.column("trainer_logprobs")),
             strict=True,
         )
     ]

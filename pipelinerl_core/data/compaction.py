@@ -99,11 +99,11 @@ class CompactedRollouts:
             ]
             groups = [group for group, bound in enumerate(bounds) if bound.min <= step <= bound.max]
             table = self._file.read_row_groups(groups, use_threads=False)
-            table = table.filter((pc.field("step") == step) & (pc.field("fate") == "trained"))
-            batches = table.select(BATCH_SCHEMA.names).cast(BATCH_SCHEMA).combine_chunks().to_batches()
+            table = table.filter((pc.field("step") == step) & (pc.field("fate") == "trained")).drop(["fate"])
+            batches = table.replace_schema_metadata(BATCH_SCHEMA.metadata).combine_chunks().to_batches()
             if len(batches) != 1:
                 raise ValueError(f"it has no trained row of step {step}")
-        return batches[0]
+        return conform(batches[0], BATCH_SCHEMA)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

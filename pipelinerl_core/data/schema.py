@@ -187,9 +187,18 @@ BATCH_SCHEMA = _schema(
             "Advantage of the tokens of each turn; null for one advantage per row.",
             nullable=True,
         ),
+        _field(
+            "trainer_logprobs",
+            pa.list_(pa.float32()),
+            "[C] Log-probability under the weights that the step trained, nats; 0 if not sampled. Null without "
+            "store.trainer_logprobs, and for a row that the step did not compute.",
+            nullable=True,
+        ),
     ],
 )
 """The rows of one step as they were trained, in training order."""
+_ADDED = {"trainer_logprobs"}
+"""Columns that rows of this version may lack, because an earlier release wrote them: null."""
 
 
 def check_schema(schema: pa.Schema, expected: pa.Schema = ROLLOUT_SCHEMA) -> None:
@@ -208,6 +217,8 @@ def check_schema(schema: pa.Schema, expected: pa.Schema = ROLLOUT_SCHEMA) -> Non
         )
     for field in expected:
         index = schema.get_field_index(field.name)
+        if index < 0 and field.name in _ADDED:
+            continue
         if index < 0:
             raise SchemaMismatch(f"{name} rows lack the column {field.name!r} ({field.type})")
         if schema.field(index).type != field.type:
@@ -226,7 +237,13 @@ def conform(batch: pa.RecordBatch, expected: pa.Schema = ROLLOUT_SCHEMA) -> pa.R
         batch.validate()
     except pa.ArrowInvalid as error:
         raise SchemaMismatch(f"invalid Arrow record batch: {str(error).splitlines()[0]}") from None
-    return pa.RecordBatch.from_arrays([batch.column(field.name) for field in expected], schema=expected)
+    return pa.RecordBatch.from_arrays(
+        [
+            batch.column(field.name) if field.name in batch.schema.names else pa.nulls(len(batch), field.type)
+            for field in expected
+        ],
+        schema=expected,
+    )
 
 
 def _metadata(schema: pa.Schema) -> dict[str, str]:

@@ -168,6 +168,10 @@ class EmulatedLearner:
     def rescorer(self) -> Rescorer | None:
         return self._learner.rescorer
 
+    @property
+    def trainer_logprobs(self) -> list[Float32Array | None] | None:
+        return self._learner.trainer_logprobs
+
     def layout(self) -> WeightLayout:
         return self._learner.layout()
 

@@ -199,7 +199,7 @@ def _options(values: Sequence[str], value: str) -> str:
 
 # ---- one rollout ---------------------------------------------------------------------------------------------------
 
-COLOURS = ("version", "log-probability", "advantage")
+COLOURS = ("version", "log-probability", "ratio", "advantage")
 """What the colours of tokens may tell."""
 
 
@@ -212,6 +212,8 @@ def rollout_page(run: TracedRun, place: Place, colours: str) -> str:
         f"<span>{each}</span>" if each == colours else f'<span><a href="?colours={each}">{each}</a></span>'
         for each in COLOURS
     )
+    if colours == "ratio" and row.ratios_C is None:
+        choices += " (no ratio is stored: store.trainer_logprobs was not set, or the row was not computed)"
     links = " ".join(
         f'<a href="{other.name}">{other.name}</a> ({_reward(other)})' for other in siblings if other is not row
     )
@@ -243,8 +245,12 @@ def _tokens(row: TracedRow, decode: Decode | None, colours: str) -> str:
     for span in own.weight_spans:
         versions_C[span.start : span.end] = span.version
     advantages_C = row.advantages_C if row.training is not None else np.zeros(num)
+    ratios_C = row.ratios_C
+    far_C = np.zeros(num) if ratios_C is None else np.abs(np.log2(ratios_C[:num]))
     tints_C = {
         "version": versions_C[:num] % _NUM_TINTS,
+        # A tint more for each factor of the square root of 2 between the two probabilities.
+        "ratio": np.clip(2 * np.nan_to_num(far_C), 0, _NUM_TINTS - 1).astype(int),
         "log-probability": np.clip(-np.nan_to_num(own.rollout_logprobs[:num]), 0, _NUM_TINTS - 1).astype(int),
         "advantage": np.sign(np.nan_to_num(advantages_C[:num])).astype(int) + 1,
     }[colours]
@@ -258,7 +264,9 @@ def _tokens(row: TracedRow, decode: Decode | None, colours: str) -> str:
             continue
         trained = f"advantage {advantages_C[place]:.3g}" if advantages_C[place] else "no advantage"
         stale = row.training is not None and not row.training.loss_mask[place]
-        title = f"{place}: version {versions_C[place]}, log-probability {own.rollout_logprobs[place]:.3f}, {trained}"
+        ratio = "" if ratios_C is None else f"ratio {ratios_C[place]:.3f}, "
+        logprob = f"log-probability {own.rollout_logprobs[place]:.3f}"
+        title = f"{place}: version {versions_C[place]}, {logprob}, {ratio}{trained}"
         look = f"v{tints_C[place]}{' stale' if stale else ''}"
         pieces.append(f'{mark}<span class="{look}" title="{title}">{text}</span>')
     more = len(own.completion_token_ids) - num

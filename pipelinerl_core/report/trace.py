@@ -110,11 +110,25 @@ class TracedRow:
         return np.where(self.training.loss_mask, advantages_C, 0.0)
 
     @property
+    def ratios_C(self) -> np.ndarray | None:
+        """Importance ratio of each token, 1 where none was sampled; None if store.trainer_logprobs was not set."""
+        if self.training is None or self.training.trainer_logprobs is None:
+            return None
+        ratios_C: np.ndarray = np.exp(self.training.trainer_logprobs - self.rollout.rollout_logprobs)
+        return ratios_C
+
+    @property
+    def amounts_C(self) -> np.ndarray:
+        """|advantage x weight in the loss x ratio| of each token; the ratio counts as 1 if it is not stored."""
+        if self.training is None:
+            return np.zeros(len(self.rollout.completion_token_ids))
+        amounts_C: np.ndarray = np.abs(self.advantages_C) * self.training.loss_weight
+        return amounts_C if self.ratios_C is None else amounts_C * self.ratios_C
+
+    @property
     def amount(self) -> float:
-        """Sum of |advantage x weight in the loss| over the trained tokens."""
-        return (
-            float(np.abs(self.advantages_C).sum() * self.training.loss_weight) if self.training is not None else 0.0
-        )
+        """Sum of `amounts_C`."""
+        return float(self.amounts_C.sum())
 
 
 class TracedRun:
@@ -250,7 +264,7 @@ class TracedRun:
     # ---- steps and versions ------------------------------------------------------------------------------------
 
     def step(self, commit: Commit) -> dict[str, Any]:
-        """A step; `amount` is the sum of |advantage x weight in the loss| over its trained tokens."""
+        """A step; `amount` is the sum of `TracedRow.amounts_C` over its rows."""
         rows = self.step_rows(commit)
         trainings = [row.training for row in rows if row.training is not None]
         counts = {
@@ -332,9 +346,7 @@ class TracedRun:
             raise ConfigError(f"rollout {row.name} has {len(own.completion_token_ids)} tokens: no token {place}")
         span = next(span for span in own.weight_spans if span.start <= place < span.end)
         is_trained = row.training is not None and bool(row.training.loss_mask[place])
-        amount = 0.0
-        if row.training is not None:
-            amount = abs(float(row.advantages_C[place])) * row.training.loss_weight
+        ratios_C = row.ratios_C if own.loss_mask[place] else None
         return {
             "position": place, "token_id": int(own.completion_token_ids[place]),
             "text": plain_text(own.completion_token_ids[place : place + 1], self.decode),
@@ -343,7 +355,8 @@ class TracedRun:
             "lag": step["step"] - 1 - span.version if step else None,
             "sampled": bool(own.loss_mask[place]), "trained": is_trained,
             "advantage": float(row.advantages_C[place]) if is_trained else None,
-            "share": _share(amount, step["amount"]) if step and is_trained else None,
+            "ratio": float(ratios_C[place]) if ratios_C is not None else None,
+            "share": _share(float(row.amounts_C[place]), step["amount"]) if step and is_trained else None,
         }  # fmt: skip
 
     def _sampled_by(self, own: Rollout, place: int, version: int) -> dict[str, Any]:
@@ -460,6 +473,7 @@ def _token_lines(token: dict[str, Any]) -> list[str]:
         f"token {token['position']}: {token['text']!r} (id {token['token_id']}), {sampled}, version "
         f"{token['version']}, {_who(token)}"
         + ("" if token["lag"] is None else f", lag {token['lag']}")
+        + ("" if token["ratio"] is None else f", ratio {token['ratio']:.4f}")
         + f"; {trained}"
     ]
 

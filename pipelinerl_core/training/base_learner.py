@@ -27,6 +27,28 @@ from pipelinerl_core.training.ranks import Ranks
 from pipelinerl_core.training.step_sums import StepSums, restored_generator_after_refusal
 from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
 
+StepLogprobs = list[Float32Array | None]
+"""See `interfaces.Learner.trainer_logprobs`."""
+
+
+def logprobs_by_row(
+    rows: Sequence[TrainingRow], orders: Sequence[Sequence[int]], vectors: Sequence[Float32Array]
+) -> StepLogprobs:
+    """The log-probabilities of the tokens of each row: [C], 0 for tokens that were not sampled.
+
+    orders: for each rank the indices of its rows, in the order of `vectors`, which have their sampled tokens.
+    """
+    logprobs: StepLogprobs = [None] * len(rows)
+    for order, vector in zip(orders, vectors, strict=True):
+        end = 0
+        for index in order:
+            is_sampled_C = rows[index].rollout.loss_mask
+            begin, end = end, end + int(is_sampled_C.sum())
+            logprobs_C = np.zeros(len(is_sampled_C), dtype=np.float32)
+            logprobs_C[is_sampled_C] = vector[begin:end]
+            logprobs[index] = logprobs_C
+    return logprobs
+
 
 class Batcher(Protocol):
     """Cuts rows into packs."""
@@ -71,6 +93,9 @@ class BaseLearner(ABC):
         self._ranks = ranks
         self._note = note
         self._has_stepped = False
+        self.trainer_logprobs: StepLogprobs | None = None
+        self.step_vectors: list[Float32Array] = []
+        """[N] trainer_logprobs of each rank in the newest step, in the order of its packs."""
         self._rate = LearningRate(config)
 
     def step(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
@@ -78,16 +103,31 @@ class BaseLearner(ABC):
 
         Raises TrainingDiverged if loss, gradient or ratios are not finite; the state is as before the step then.
         """
-        return self.step_packs(self._batcher.rows(rows))
+        sums = self._sums()
+        metrics = self._step(self._batcher.rows(rows), sums)
+        if sums.keeps_logprobs:
+            order = [index for rows_S in sums.rows for index in rows_S.tolist()]
+            self.trainer_logprobs = logprobs_by_row(rows, [order], self.step_vectors)
+        return metrics
 
     def step_packs(self, packs: Iterable[PackedBatch]) -> dict[str, float]:
         """`step` on packs of rows; with several ranks, all ranks call the method, each with its own packs."""
+        return self._step(packs, self._sums())
+
+    def _sums(self) -> StepSums:
+        keeps = self._config.store.trainer_logprobs
+        return StepSums(self.version, self._config.trainer.pack_tokens, keeps_logprobs=keeps)
+
+    def _step(self, packs: Iterable[PackedBatch], sums: StepSums) -> dict[str, float]:
         started, step = time.perf_counter(), self.version + 1
         with (
             explain_out_of_memory(self._config, f"step {step}", is_first=not self._has_stepped) as watch,
             restored_generator_after_refusal(),
         ):
-            metrics = self._step_packs(watch(packs), StepSums(self.version, self._config.trainer.pack_tokens))
+            metrics = self._step_packs(watch(packs), sums)
+        if sums.keeps_logprobs:
+            own = torch.cat([torch.zeros(0, device=self._device), *sums.trainer_logprobs])
+            self.step_vectors = [vector.numpy() for vector in self._ranks.gather_vectors(own)]
         self.version, self._has_stepped = step, True
         return metrics | {"time/compute_seconds": time.perf_counter() - started}
 

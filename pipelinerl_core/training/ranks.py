@@ -44,6 +44,17 @@ class Ranks:
         rows: list[list[float]] = torch.stack(vectors).tolist()
         return rows
 
+    def gather_vectors(self, own: Tensor) -> list[Tensor]:
+        """The vector of every rank, in the order of ranks, on the CPU; lengths may differ. A collective."""
+        if self.size == 1:
+            return [own.cpu()]
+        lengths = [int(length) for (length,) in self.gather(torch.tensor([len(own)], device=own.device))]
+        padded = own.new_zeros(max(lengths))
+        padded[: len(own)] = own
+        vectors = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(vectors, padded)
+        return [vector[:length].cpu() for vector, length in zip(vectors, lengths, strict=True)]
+
 
 ALONE = Ranks()
 """One trainer process."""

@@ -61,6 +61,11 @@ class StepSums:
     sequence_log_ratios: list[Tensor] = field(default_factory=list)
     differences: LogprobDifferences = field(default_factory=LogprobDifferences)
     by_length: list[Tensor] = field(default_factory=list)
+    keeps_logprobs: bool = False
+    """Whether `add` keeps the next two fields."""
+    trainer_logprobs: list[Tensor] = field(default_factory=list)
+    rows: list[Tensor] = field(default_factory=list)
+    """Index of the row of each sequence of each pack."""
 
     def add(self, batch: PackedBatch, sums: LossSums, trainer_logprobs_N: Tensor, entropy_N: Tensor) -> None:
         """Count one pack."""
@@ -85,6 +90,9 @@ class StepSums:
         self.sequence_log_ratios.append(sequence_log_ratios(log_ratios_N, batch.sequence_N, num_sequences))
         lags_N = self.version - batch.versions_N
         self.differences.add(log_ratios_N, lags_N, batch.sequence_N, batch.trained_M, num_sequences=num_sequences)
+        if self.keeps_logprobs:
+            self.trainer_logprobs.append(trainer_logprobs_N.detach())
+            self.rows.append(batch.row_S)
         self.by_length.append(
             length_sums(lags_N, batch.sequence_N, batch.trained_M, sums.is_clipped_M, num_sequences=num_sequences)
         )

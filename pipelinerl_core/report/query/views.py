@@ -224,6 +224,15 @@ VIEWS: Mapping[str, View] = MappingProxyType(
                 token_id=("completion_token_ids[place + 1]", "Token id."),
                 text=("token_text(run_id, completion_token_ids[place + 1])", "Text of the token."),
                 logprob=("rollout_logprobs[place + 1]", "Log-probability when sampled, nats; 0 if not sampled."),
+                trainer_logprob=(
+                    "trainer_logprobs[place + 1]",
+                    "Log-probability under the weights that the step trained; null without `store.trainer_logprobs`.",
+                ),
+                ratio=(
+                    "CASE WHEN loss_mask[place + 1] "
+                    "THEN exp(trainer_logprobs[place + 1] - rollout_logprobs[place + 1]) END",
+                    "Importance ratio, before any truncation; null without `store.trainer_logprobs`.",
+                ),
                 version=("span.version", "Weight version that sampled the token."),
                 lag=("step - 1 - span.version", "Steps between that version and the trained one."),
                 sampled=("loss_mask[place + 1]", "Whether the model sampled the token."),

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -239,7 +240,8 @@ class Trainer:
         self._watch.computing(step)
         assembled = assemble_rows(step, groups, self._config)
         rows = assembled.rows
-        upload = self._uploads.submit(self._upload, step, rows)
+        keeps_logprobs = self._config.store.trainer_logprobs
+        upload = None if keeps_logprobs else self._uploads.submit(self._upload, step, rows)
         self._pass_parity_gate(rows)
         rescored = self._rescore(rows, reserved)
         try:
@@ -248,6 +250,9 @@ class Trainer:
             self._quarantine(step, reserved, rows, error)
             return False
         computed_at, worked_seconds = time.time(), time.perf_counter() - began
+        if upload is None:
+            rows = _with_logprobs(rows, self._learner.trainer_logprobs)
+            upload = self._uploads.submit(self._upload, step, rows)
         self._samples += len(rows)
         self._tokens += sum(row.rollout.num_tokens for row in rows)
         metrics = step_metrics(
@@ -443,6 +448,12 @@ class Trainer:
             check_parity(compared, scores, self._config)
             self._rescoring.measure(compared, scores)
             self._parity_checked = True
+
+
+def _with_logprobs(rows: list[TrainingRow], logprobs: list[Float32Array | None] | None) -> list[TrainingRow]:
+    """The rows with the log-probabilities that the learner computed in their step."""
+    assert logprobs is not None
+    return [replace(row, trainer_logprobs=own) for row, own in zip(rows, logprobs, strict=True)]
 
 
 def check_parity(rollouts: list[Rollout], scores: list[Float32Array], config: RunConfig) -> ParityReport:

@@ -28,6 +28,7 @@ from pipelinerl_core.errors import TrainingDiverged
 from pipelinerl_core.interfaces import Learner, Rescorer, WeightLayout
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.roles.trainer.rank_channel import NO_BYTES, Payload, RankChannel, translate_rank_errors
+from pipelinerl_core.training.base_learner import StepLogprobs, logprobs_by_row
 from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.training.own_functions import load_own_functions
 from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
@@ -46,6 +47,10 @@ class RankLearner(Learner, Protocol):
     def step_packs(self, packs: Iterable[PackedBatch]) -> dict[str, float]:
         """One optimizer step, collective."""
 
+    @property
+    def step_vectors(self) -> list[Float32Array]:
+        """[N] trainer_logprobs of each rank in the newest step; empty without store.trainer_logprobs."""
+
 
 class RankedLearner:
     """All ranks as one Learner; an object of rank 0."""
@@ -54,6 +59,7 @@ class RankedLearner:
         self._local = local
         self._channel = channel
         self._batcher = batcher
+        self.trainer_logprobs: StepLogprobs | None = None
 
     @property
     def version(self) -> int:
@@ -68,7 +74,11 @@ class RankedLearner:
         plan = self._batcher.plan(rows, self._channel.size)
         with self._channel.command(f"step {step}"):
             self._channel.send("step", payloads=[_rank_payload(rows, packs, step) for packs in plan[1:]])
-            return self._local.step_packs(self._batcher.planned(rows, plan[0]))
+            metrics = self._local.step_packs(self._batcher.planned(rows, plan[0]))
+        if self._local.step_vectors:
+            orders = [[index for pack in packs for index in pack] for packs in plan]
+            self.trainer_logprobs = logprobs_by_row(rows, orders, self._local.step_vectors)
+        return metrics
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
         with self._channel.command("scoring of rollouts"):

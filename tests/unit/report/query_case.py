@@ -12,7 +12,7 @@ from pipelinerl_core.messages import FateRecord, SwapRecord
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run import compaction
 from pipelinerl_core.run.records import RescoredActor, commit_key, eval_key, rollout_key
-from pipelinerl_core.types import FinishReason, RewardComponent, Rollout, TurnSpan, WeightSpan
+from pipelinerl_core.types import FinishReason, RewardComponent, Rollout, TrainingRow, TurnSpan, WeightSpan
 from tests.builders import put_epoch, put_run
 from tests.synthetic_run import (
     TRAINER_EPOCH,
@@ -97,6 +97,7 @@ def put_step(store, tokenizer: Tokenizer, step: int) -> None:
         if group_id == 40:
             rollouts[0] = replace(rollouts[0], reward=None, outcome="error", error="verifier: timed out")
         rows += [training_row(row, oldest_version=step - 1, advantage=(row.reward or 0) - 0.25) for row in rollouts]
+    rows = [with_ratio(row, 4.0 if row.rollout.rollout_index == 3 else 1.0) for row in rows]
     fates = [FateRecord(group_id=group, attempt=attempt_of(group), fate="trained", num_tokens=9) for group in groups]
     if step == 20:
         fates.append(FateRecord(group_id=FILTERED, attempt=0, fate="filtered", num_tokens=9))
@@ -129,6 +130,13 @@ def put_step(store, tokenizer: Tokenizer, step: int) -> None:
             }
         ),
     )
+
+
+def with_ratio(row: TrainingRow, ratio: float) -> TrainingRow:
+    """The row with an importance ratio of its first token."""
+    logprobs = row.rollout.rollout_logprobs.copy()
+    logprobs[0] += np.log(ratio)
+    return replace(row, trainer_logprobs=logprobs)
 
 
 def two_turns(rollout: Rollout, step: int) -> Rollout:

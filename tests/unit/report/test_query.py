@@ -149,8 +149,11 @@ def test_the_page_has_twenty_questions_that_find_injected_faults(database):
     assert {row["copies"] for row in copies} == {GROUPS}
     actors = answers(database, "### Does an actor sample from other weights than it says?")
     assert (actors[0]["actor"], actors[0]["alarm"]) == ("actor-1", "other weights")
-    shares = answers(database, "summed over the trained tokens of its step; the ratio is left out:")
-    assert shares[0]["reward"] == 1.0
+    shares = answers(database, "the ratio counts as 1 if it is not stored:")
+    assert (shares[0]["rollout_index"], sum(row["share"] for row in shares) > 0.5) == (0, True)
+    far = answers(database, "With `store.trainer_logprobs=true`:")
+    assert {(row["rollout_index"], row["position"]) for row in far} == {(3, 0)}
+    assert far[0]["ratio"] == pytest.approx(4, rel=1e-5)
 
 
 def test_a_statement_reads_only_the_objects_of_the_views_that_it_names(url, monkeypatch):

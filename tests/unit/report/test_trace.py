@@ -5,9 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipelinerl_core.data.codec import encode_rollouts, to_segment
+from pipelinerl_core.data.codec import decode_batch, encode_rollouts, to_segment
+from pipelinerl_core.data.trained import TrainedRows
 from pipelinerl_core.errors import ConfigError, MissingObject
 from pipelinerl_core.messages import FateRecord
+from pipelinerl_core.report.query.database import Database
 from pipelinerl_core.report.rollouts_page import rollout_page
 from pipelinerl_core.report.trace import TracedRun, parse_place, trace, trace_lines
 from pipelinerl_core.run.commits import read_commits
@@ -69,6 +71,26 @@ def test_a_token_leads_to_version_actor_swap_and_step(run):
     text = "\n".join(trace_lines(document))
     assert "advantage +0.75, 16.67% of the step" in text
     assert "made version 3" in text
+    assert token["ratio"] is None
+
+
+def test_a_stored_ratio_counts_in_the_share_and_is_in_sql(run):
+    commit = read_commits(run)[3]
+    rows = [row for batch in TrainedRows(run).batches(commit) for row in decode_batch(batch)]
+    ratios_C = np.array([1, 1, 1, 4, 1, 1], dtype=np.float32)
+    logprobs_C = rows[0].rollout.rollout_logprobs + np.log(ratios_C)
+    rows[0] = replace(rows[0], trainer_logprobs=logprobs_C)
+    put_record(run, commit_key(3, TRAINER_EPOCH), commit.model_copy(
+        update={"batches": put_batch(run, 3, TRAINER_EPOCH, rows)}))  # fmt: skip
+    document = traced(run, "900.0:3")
+    assert document["token"]["ratio"] == pytest.approx(4, rel=1e-5)
+    # Weight 0.01: 3 tokens with 0.75, 1 with 4 times 0.75, 6 tokens with -0.25.
+    assert document["step"]["amount"] == pytest.approx(0.01 * (7 * 0.75 + 6 * 0.25))
+    assert document["token"]["share"] == pytest.approx(3 / 6.75)
+    assert "lag 0, ratio 4.0000; advantage" in "\n".join(trace_lines(document))
+    with Database([run]) as database:
+        (far,) = database.table("select position, ratio from tokens where ratio > 3").to_pylist()
+        assert far == {"position": 3, "ratio": pytest.approx(4, rel=1e-5)}
 
 
 def test_a_masked_token_of_an_earlier_actor_is_not_trained(run):
