@@ -10,9 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
+from pipelinerl_core.data.codec import decode_batch
+from pipelinerl_core.data.trained import TrainedRows
+from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.context import note_resume, open_run
 from pipelinerl_core.run.drain import LOOK_SECONDS, ask_to_drain
 from pipelinerl_core.run.history import read_epochs
@@ -28,6 +32,7 @@ SMALL = [
 ]  # fmt: skip
 RECOVERY_SECONDS = 30  # asked for; some ten times what it takes
 PATIENCE_SECONDS = 120
+MAX_LOG_RATIO = 1e-3
 
 
 @contextmanager
@@ -64,6 +69,7 @@ def only_run(root: Path) -> Path:
 
 def test_a_rank_dies_and_the_run_goes_on_then_with_one_rank(tmp_path: Path) -> None:
     learner = ["learner.kind=deepspeed", "learner.zero_stage=3", "weights.durable_every=18", "trainer.steps=18"]
+    learner.append("store.trainer_logprobs=true")
     with command(tmp_path, "train", "quickstart", "trainer.ranks=2", *SMALL, *learner) as train:
         run = only_run(tmp_path)
         wait_for(lambda: committed_steps(str(run)) >= 2, "step 2", 120)
@@ -84,10 +90,26 @@ def test_a_rank_dies_and_the_run_goes_on_then_with_one_rank(tmp_path: Path) -> N
         assert end.wait(240) == 0, (tmp_path / "output.txt").read_text()[-3000:]
     assert committed_steps(str(run)) == 18
     assert_closes(str(run))
+    assert largest_log_ratio_without_lag(str(run)) < MAX_LOG_RATIO
     assert arithmetic_of(str(run), "ranks") == [2, 2, 1]
     assert arithmetic_of(str(run), "kind") == ["deepspeed", "deepspeed", "torch"]
     assert "its weights differ from the committed weights by rounding, " in log.read_text()
     assert json.loads((run / "run.json").read_text())["config"]["trainer"]["ranks"] == 2  # written once
+
+
+def largest_log_ratio_without_lag(url: str) -> float:
+    """Of the tokens of all steps that the trained version sampled; rows of all ranks."""
+    store = open_store(url)
+    differences = []
+    for step, commit in read_commits(store).items():
+        rows = [row for batch in TrainedRows(store).batches(commit) for row in decode_batch(batch)]
+        assert all(row.trainer_logprobs is not None for row in rows if row.advantage)
+        differences += [
+            np.abs(row.trainer_logprobs - row.rollout.rollout_logprobs)[row.rollout.loss_mask]
+            for row in rows
+            if row.trainer_logprobs is not None and {span.version for span in row.rollout.weight_spans} == {step - 1}
+        ]
+    return float(np.concatenate(differences).max())
 
 
 def arithmetic_of(url: str, key: str) -> list[object]:
