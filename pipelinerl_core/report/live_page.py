@@ -3,7 +3,7 @@
 import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from html import escape
@@ -15,12 +15,14 @@ from pipelinerl_core.report.diagnosis import text_decoder
 from pipelinerl_core.report.facts import RunCache, RunFacts, collect, read_batch
 from pipelinerl_core.report.html import page_of, served_styles
 from pipelinerl_core.report.live_view import status_line, status_of
-from pipelinerl_core.report.rollouts_page import WantedRollouts, rollout_page, rollouts_page
+from pipelinerl_core.report.rollout_search import RolloutSearch
+from pipelinerl_core.report.rollouts_page import Listing, WantedRollouts, listing_of, rollout_page, rollouts_page
 from pipelinerl_core.report.samples import Decode
 from pipelinerl_core.report.scrape_targets import role_progress, targets
 from pipelinerl_core.report.trace import Place, TracedRun
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.hub_status import HubWatch
+from pipelinerl_core.run.records import Commit
 
 STATUS_SECONDS = 1.0
 """Largest age of a status."""
@@ -70,6 +72,7 @@ class LivePage:
         self._cache = RunCache()
         self._lock = threading.Lock()
         self._browser_lock = threading.Lock()
+        self._search = RolloutSearch(store)
         self._traced: TracedRun | None = None
         self._traced_at = 0.0
         self._status: dict[str, Any] = {}
@@ -104,18 +107,41 @@ class LivePage:
             return collect(self._store, self._cache)
 
     def rollouts_page(self, wanted: WantedRollouts) -> str:
-        """The page of the rollouts of a step. Raises ConfigError if the step has no rollouts, StoreError."""
+        """The page of the rollouts of a step, two steps or all steps.
+
+        Raises ConfigError if a step has no rollouts, StoreError. An error of a search is on the page.
+        """
         wanted.check()
         with self._browsing() as run:
-            commits = run.follower.commits
-            steps = [step for step in commits if step > 0]
-            step = int(wanted.step) if wanted.step else max(steps, default=0)
+            commits = dict(run.follower.commits)
+        steps = [step for step in commits if step > 0]
+        wanted = replace(wanted, step=wanted.step or str(max(steps, default=0)))
+        named = [int(step) for step in (wanted.step, wanted.beside) if step not in ("", "all")]
+        for step in named:
             if step not in steps:
                 raise ConfigError(f"{self._run_id} has no trained step {step}" if steps else "no step is trained yet")
-            commit = commits[step]
-        rows = read_batch(self._store, commit)
-        texts = text_decoder(str(self._follower.run.config.get("model", {}).get("path", "")))
-        return rollouts_page(self._run_id, steps, rows, replace(wanted, step=str(step)), self._decode, texts)
+        listings, problem = [], ""
+        if wanted.needs_search:
+            try:
+                listings = [self._search_listing(wanted, commits)]
+            except ConfigError as error:
+                problem = str(error)
+        else:
+            texts = text_decoder(str(self._follower.run.config.get("model", {}).get("path", "")))
+            for step in named:
+                listings.append(
+                    listing_of(read_batch(self._store, commits[step]), replace(wanted, step=str(step)), texts)
+                )
+        return rollouts_page(self._run_id, steps, listings, wanted, self._decode, problem)
+
+    def _search_listing(self, wanted: WantedRollouts, commits: Mapping[int, Commit]) -> Listing:
+        matches = self._search.find(wanted)
+        batches = {step: read_batch(self._store, commits[step]) for step in {key[0] for key in matches.keys}}
+        rows = {(row.step, row.group_id, row.rollout_index): row for batch in batches.values() for row in batch}
+        title = "all steps" if wanted.step == "all" else f"step {int(wanted.step):,}"
+        return Listing(
+            title, [rows[key] for key in matches.keys], matches.num_selected, f"{matches.num_selected:,} rollouts"
+        )
 
     def rollout_page(self, place: Place, colours: str) -> str:
         """The page of a rollout. Raises ConfigError if there is no such rollout, StoreError."""

@@ -6,6 +6,7 @@ C = tokens of a completion.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from html import escape
+from typing import NamedTuple
 from urllib.parse import urlencode
 
 import numpy as np
@@ -16,6 +17,7 @@ from pipelinerl_core.report.facts import TrainedRollout
 from pipelinerl_core.report.runs_page import document
 from pipelinerl_core.report.samples import Decode, plain_text, rollout_block, visible
 from pipelinerl_core.report.trace import Place, TracedRow, TracedRun, rollout_of, trace_lines
+from pipelinerl_core.types import FinishReason, Outcome
 
 PAGE_ROLLOUTS = 25
 _MAX_TOKENS = 2000
@@ -27,7 +29,9 @@ class WantedRollouts:
     """What a reader has selected; texts as in the query of the address."""
 
     step: str = ""
-    """Empty: the newest trained step."""
+    """Empty: the newest trained step; `all`: all steps."""
+    beside: str = ""
+    """Another step, shown beside the step."""
     sort: str = "order"
     outcome: str = ""
     finish_reason: str = ""
@@ -36,7 +40,14 @@ class WantedRollouts:
     """A range: 0.5.. or ..0 or 0.2..0.4, or one value."""
     text: str = ""
     """In the prompt, the completion or the task; upper and lower case are equal."""
+    where: str = ""
+    """A condition in SQL on the view `rollouts`."""
     page: str = "1"
+
+    @property
+    def needs_search(self) -> bool:
+        """Whether the rollouts of one step are not enough."""
+        return self.step == "all" or bool(self.where)
 
     @property
     def number(self) -> int:
@@ -49,8 +60,11 @@ class WantedRollouts:
             raise ConfigError(f"sort must be {', '.join(SORTS)}, or -reward for the other direction")
         if not (self.page.isascii() and self.page.isdigit() and len(self.page) < 10 and self.number > 0):
             raise ConfigError("page must be a number from 1")
-        if self.step and not (self.step.isascii() and self.step.isdigit() and len(self.step) < 16):
-            raise ConfigError("step must be a number")
+        for step in {self.step, self.beside} - {"", "all" if self.step == "all" else ""}:
+            if not (step.isascii() and step.isdigit() and len(step) < 16):
+                raise ConfigError("step must be a number, or all, and beside a number")
+        if self.beside and self.needs_search:
+            raise ConfigError("beside needs one step, and no where")
         self.reward_range()
 
     def reward_range(self) -> tuple[float, float]:
@@ -82,6 +96,7 @@ def _lag(row: TrainedRollout) -> float:
 
 SORTS: Mapping[str, Callable[[TrainedRollout], float]] = {
     "order": lambda row: 0.0,
+    "step": lambda row: row.step,
     "reward": lambda row: -np.inf if row.reward is None else row.reward,
     "length": lambda row: len(row.completion_token_ids),
     "advantage": lambda row: row.advantage,
@@ -105,40 +120,74 @@ def _whole_text(row: TrainedRollout, texts: Decoder | None) -> str:
     return "\n".join([*(plain_text(ids, None) if texts is None else texts(ids) for ids in parts), row.task])
 
 
+class Listing(NamedTuple):
+    """The selected rollouts of a step, or of all steps."""
+
+    title: str
+    rows: Sequence[TrainedRollout]
+    """Of the page."""
+    num_selected: int
+    """On all pages."""
+    summary: str
+    """Their number, for readers."""
+    sources: Sequence[str] = ()
+    """Sources to choose from."""
+
+
+def listing_of(rows: Sequence[TrainedRollout], wanted: WantedRollouts, texts: Decoder | None = None) -> Listing:
+    """The listing of a step. rows: all of the step; texts: of a sequence, for the search; None: token ids."""
+    selected = chosen(rows, wanted, texts)
+    begin = (wanted.number - 1) * PAGE_ROLLOUTS
+    return Listing(
+        f"step {int(wanted.step):,}", selected[begin : begin + PAGE_ROLLOUTS], len(selected),
+        f"{len(selected):,} of {len(rows):,} rollouts", sorted({row.source for row in rows}),
+    )  # fmt: skip
+
+
 def rollouts_page(
     run_id: str,
     steps: Sequence[int],
-    rows: Sequence[TrainedRollout],
+    listings: Sequence[Listing],
     wanted: WantedRollouts,
     decode: Decode | None,
-    texts: Decoder | None = None,
+    problem: str = "",
 ) -> str:
-    """The page of a step.
+    """The page of one or two listings.
 
-    steps: all trained steps, in order; rows: of the step that `wanted` names; decode, texts: of a token, and of a
-    sequence for the search.
+    steps: all trained steps, in order; decode: of a token; problem: why there is no listing.
     """
-    step = int(wanted.step)
-    selected = chosen(rows, wanted, texts)
-    first = (wanted.number - 1) * PAGE_ROLLOUTS
-    shown = selected[first : first + PAGE_ROLLOUTS]
-    count = f"{len(selected):,} of {len(rows):,} rollouts"
-    blocks = "".join(
-        f'<p class="meta"><a href="rollouts/{row.name}">{row.name}</a> advantage {row.advantage:.3g}, lag '
-        f"{_lag(row):g}, {escape(row.finish_reason)}, {escape(row.source)}</p>{rollout_block(row, decode)}"
-        for row in shown
-    )
-    empty = '<p class="empty">No rollout of this step is selected.</p>'
+    title = " and ".join(listing.title for listing in listings) or "all steps"
+    counts = " | ".join(listing.summary for listing in listings)
+    columns = "".join(f"<section>{_blocks(listing, wanted, decode)}</section>" for listing in listings)
+    if len(listings) > 1:
+        columns = f'<div class="pair">{columns}</div>'
+    pages = _pages(max((listing.num_selected for listing in listings), default=0), wanted)
     main = (
         f'<header><p class="kicker"><a href="../../">all runs</a> &middot; <a href=".">{escape(run_id)}</a></p>'
-        f'<h1>Rollouts of step {step:,}</h1><p class="meta"><span>{count}</span>{_steps(steps, wanted)}</p></header>'
-        f"{_form(rows, wanted)}{_pages(len(selected), wanted)}{blocks or empty}{_pages(len(selected), wanted)}"
+        f'<h1>Rollouts of {title}</h1><p class="meta"><span>{counts}</span>{_steps(steps, wanted)}</p></header>'
+        f"{_form(listings, wanted)}{_problem(problem)}{pages}{columns}{pages}"
     )
-    return document(f"{run_id}: rollouts of step {step}", main)
+    return document(f"{run_id}: rollouts of {title}", main)
+
+
+def _problem(text: str) -> str:
+    return f'<p class="empty">{escape(text)}</p>' if text else ""
+
+
+def _blocks(listing: Listing, wanted: WantedRollouts, decode: Decode | None) -> str:
+    blocks = "".join(
+        f'<p class="meta"><a href="rollouts/{row.name}">{row.name}</a> '
+        f"{f'step {row.step:,}, ' if wanted.step == 'all' else ''}advantage {row.advantage:.3g}, lag "
+        f"{_lag(row):g}, {escape(row.finish_reason)}, {escape(row.source)}</p>{rollout_block(row, decode)}"
+        for row in listing.rows
+    )
+    return blocks or f'<p class="empty">No rollout of {listing.title} is selected.</p>'
 
 
 def _steps(steps: Sequence[int], wanted: WantedRollouts) -> str:
-    """Links to the steps before and after."""
+    """Links to the steps before and after, and to all steps."""
+    if wanted.step == "all":
+        return ""
     step = int(wanted.step)
     before = max((other for other in steps if other < step), default=None)
     after = min((other for other in steps if other > step), default=None)
@@ -146,7 +195,7 @@ def _steps(steps: Sequence[int], wanted: WantedRollouts) -> str:
         f"<span>{_link(f'step {other}', replace(wanted, step=str(other), page='1'))}</span>"
         for other in (before, after) if other is not None
     ]  # fmt: skip
-    return "".join(links)
+    return "".join([*links, f"<span>{_link('all steps', replace(wanted, step='all', beside='', page='1'))}</span>"])
 
 
 def _pages(num_selected: int, wanted: WantedRollouts) -> str:
@@ -170,16 +219,21 @@ def _link(title: str, wanted: WantedRollouts) -> str:
 _DEFAULTS = {(each.name, each.default) for each in fields(WantedRollouts)}
 
 
-def _form(rows: Sequence[TrainedRollout], wanted: WantedRollouts) -> str:
+def _form(listings: Sequence[Listing], wanted: WantedRollouts) -> str:
+    hints = {
+        "step": "a number, or all", "beside": "a second step", "reward": "0.5.. or ..0",
+        "text": "in prompt, completion, task", "where": "SQL: task->>'level' = '3'",
+    }  # fmt: skip
     inputs = "".join(
-        f'<label>{name}<input name="{name}" value="{escape(getattr(wanted, name))}" placeholder="{hint}"></label>'
-        for name, hint in (("step", "newest"), ("reward", "0.5.. or ..0"), ("text", "in prompt, completion, task"))
+        f'<label>{name}<input name="{name}" value="{escape(getattr(wanted, name))}" '
+        f'placeholder="{escape(hint)}"></label>'
+        for name, hint in hints.items()
     )
     values = {
         "sort": [sign + name for name in SORTS for sign in (("", "-") if name != "order" else ("",))],
-        "outcome": ["", *sorted({row.outcome for row in rows})],
-        "finish_reason": ["", *sorted({row.finish_reason for row in rows})],
-        "source": ["", *sorted({row.source for row in rows})],
+        "outcome": ["", *Outcome],
+        "finish_reason": ["", *FinishReason],
+        "source": ["", *sorted({source for listing in listings for source in listing.sources})],
     }
     selects = "".join(
         f'<label>{name.replace("_", " ")}<select name="{name}">{_options(options, getattr(wanted, name))}</select>'
@@ -217,6 +271,8 @@ def rollout_page(run: TracedRun, place: Place, colours: str) -> str:
     links = " ".join(
         f'<a href="{other.name}">{other.name}</a> ({_reward(other)})' for other in siblings if other is not row
     )
+    prompt_id = row.rollout.prompt_id.replace("'", "''")
+    same_prompt = urlencode({"step": "all", "sort": "step", "where": f"prompt_id = '{prompt_id}'"})
     step = traced["step"]
     of_step = f'<a href="../rollouts?step={step["step"]}">step {step["step"]}</a>' if step else "not trained"
     lines = escape("\n".join(line for line in trace_lines(traced) if not line.startswith("  completion")))
@@ -224,7 +280,8 @@ def rollout_page(run: TracedRun, place: Place, colours: str) -> str:
     main = (
         f'<header><p class="kicker"><a href="../../../">all runs</a> &middot; <a href="../">{escape(run_id)}</a> '
         f"&middot; {of_step}</p><h1>Rollout {row.name}</h1>"
-        f'<p class="meta">Of the same prompt: {links or "no other rollout"}</p></header><pre>{lines}</pre>'
+        f'<p class="meta">Of the same prompt: {links or "no other rollout"}; '
+        f'<a href="../rollouts?{escape(same_prompt)}">this prompt in all steps</a></p></header><pre>{lines}</pre>'
         f'<p class="meta">Colours: {choices}. The title of a token has its figures.</p>'
         f'<div class="rollout"><p class="part">prompt</p><pre><span class="prompt">'
         f"{visible(plain_text(row.rollout.prompt_token_ids, run.decode))}</span></pre>"

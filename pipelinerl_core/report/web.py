@@ -6,7 +6,7 @@
 | /runs.json   | the same as JSON |
 | /runs/RUN/   | the page of a run, by its id, or `latest` |
 | /runs/RUN/status.json | the document of `pipelinerl status RUN --json` |
-| /runs/RUN/rollouts | the rollouts of a step; `step`, `sort`, `reward`, `text` and others in the query |
+| /runs/RUN/rollouts | the rollouts of a step, two steps or all; `step`, `sort`, `where` and others in the query |
 | /runs/RUN/rollouts/12.3 | a rollout, its tokens and its trace; `colours` in the query |
 | /compare     | two runs side by side, each as `run` in the query |
 | /metrics     | the runs that are running or were recently, for Prometheus |
@@ -184,6 +184,8 @@ class _Handler(BaseHTTPRequestHandler):
             case ["runs", name, "status.json"]:
                 return _json(pages.run(unquote(name)).status())
             case ["runs", name, "rollouts"]:
+                if "where" in query and self.headers.get("Sec-Fetch-Site") == "cross-site":
+                    raise _Refused(HTTPStatus.FORBIDDEN, "Another site asks for a search: enter the address again.")
                 return _HTML, pages.run(unquote(name)).rollouts_page(_rollouts(query)).encode()
             case ["runs", name, "rollouts", place]:
                 colours = query.get("colours", ["version"])[0]

@@ -366,7 +366,13 @@ def test_the_rollouts_of_a_step_are_filtered_opened_and_coloured_and_run_no_scri
     page.click("advantage")
     page.until("one advantage", f"{tints} === 1")
     assert page.value("document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off"
-    page.click("step 10")
-    page.sees("3 of 3 rollouts")
+    page.click("this prompt in all steps")
+    page.sees("Rollouts of all steps", "rollouts", "step 10, advantage")
+    page.fill("document.querySelector('input[name=where]')", "step in (9, 10) and reward > 1")
+    page.click("Show")
+    page.sees("1 rollouts", "36.2", "onerror")
+    page.go(f"{served}/runs/quickstart-1/rollouts?step=10&beside=9")
+    page.sees("Rollouts of step 10 and step 9", "3 of 3 rollouts")
+    assert page.value("document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off"
     assert page.value("window.ran") is None
     assert page.errors == []

@@ -3,6 +3,7 @@
 import logging
 import re
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -94,8 +95,31 @@ class Database:
         self._result = reader
         return reader
 
-    def table(self, statement: str) -> pa.Table:
-        """The result of a statement in memory. Raises ConfigError and StoreError as `sql`."""
+    def table(self, statement: str, seconds: float | None = None) -> pa.Table:
+        """The result of a statement in memory. Raises ConfigError and StoreError as `sql`.
+
+        seconds: longest duration, after which it raises ConfigError; None: without limit.
+        """
+        is_late = threading.Event()
+        if seconds is None:
+            return self._table(statement)
+
+        def interrupt() -> None:
+            is_late.set()
+            self._connection.interrupt()
+
+        timer = threading.Timer(seconds, interrupt)
+        timer.start()
+        try:
+            return self._table(statement)
+        except (KeyboardInterrupt, ConfigError):  # DuckDB tells of an interrupt in two ways
+            if not is_late.is_set():
+                raise
+            raise ConfigError(f"the statement takes longer than {seconds:.0f} s: ask for fewer steps") from None
+        finally:
+            timer.cancel()
+
+    def _table(self, statement: str) -> pa.Table:
         reader = self.sql(statement)
         with self.reading():
             return reader.read_all()

@@ -13,6 +13,7 @@ from pipelinerl_core.report.rollouts_page import (
     PAGE_ROLLOUTS,
     WantedRollouts,
     chosen,
+    listing_of,
     rollout_page,
     rollouts_page,
 )
@@ -82,6 +83,8 @@ def test_a_rollout_without_a_reward_is_in_no_range_and_sorts_first():
         {"step": "-1"},
         {"reward": "a..b"},
         {"step": "9" * 20},
+        {"beside": "all"},
+        {"step": "all", "beside": "3"},
     ],
 )
 def test_a_wrong_selection_is_refused(wanted):
@@ -92,15 +95,16 @@ def test_a_wrong_selection_is_refused(wanted):
 def test_a_long_step_has_pages_which_keep_the_selection():
     rows = [row(index) for index in range(3 * PAGE_ROLLOUTS)]
     wanted = WantedRollouts(step="7", sort="-reward", source="b", page="2")
-    page = rollouts_page("r", [6, 7, 9], rows, wanted, chr)
+    page = rollouts_page("r", [6, 7, 9], [listing_of(rows, wanted)], wanted, chr)
     assert f"{3 * PAGE_ROLLOUTS - 5:,} of {3 * PAGE_ROLLOUTS} rollouts" in page
     assert page.count('<div class="rollout">') == PAGE_ROLLOUTS
     assert '<a href="?step=7&amp;sort=-reward&amp;source=b">previous</a>' in page
     assert '<a href="?step=7&amp;sort=-reward&amp;source=b&amp;page=3">next</a>' in page
     assert '<a href="?step=6&amp;sort=-reward&amp;source=b">step 6</a>' in page
     assert '<a href="?step=9&amp;sort=-reward&amp;source=b">step 9</a>' in page
-    beyond = rollouts_page("r", [7], rows, WantedRollouts(step="7", page="99"), chr)
-    assert "No rollout of this step is selected" in beyond
+    wanted = WantedRollouts(step="7", page="99")
+    beyond = rollouts_page("r", [7], [listing_of(rows, wanted)], wanted, chr)
+    assert "No rollout of step 7 is selected" in beyond
     assert '<a href="?step=7&amp;page=3">previous</a>' in beyond
 
 
@@ -108,8 +112,10 @@ def test_no_text_of_others_becomes_html():
     hostile = replace(ROWS[0], source=HOSTILE, finish_reason=HOSTILE, task='{"<script>": "<script>"}')
     wanted = WantedRollouts(step="7", text=HOSTILE, source=HOSTILE, outcome=HOSTILE)
     for page in (
-        rollouts_page(HOSTILE, [7], [hostile], wanted, lambda _: HOSTILE),
-        rollouts_page("r", [7], [hostile], WantedRollouts(step="7"), lambda _: HOSTILE),
+        rollouts_page(HOSTILE, [7], [listing_of([hostile], wanted)], wanted, lambda _: HOSTILE, HOSTILE),
+        rollouts_page(
+            "r", [7], [listing_of([hostile], WantedRollouts(step="7"))], WantedRollouts(step="7"), lambda _: HOSTILE
+        ),
     ):
         assert "<script>" not in page
 
@@ -140,7 +146,9 @@ def test_a_rollout_has_its_trace_and_each_token_its_figures(run, colours):
         "2: version 2, log-probability -0.500, advantage 0.5",
     ]
     tints = [look.split()[0] for look, _ in titles]
-    expected = {"version": ["v0", "v0", "v2"], "log-probability": ["v0"] * 3, "advantage": ["v1", "v1", "v2"]}
+    expected = {"version": ["v0", "v0", "v2"], "log-probability": ["v0"] * 3, "ratio": ["v0"] * 3,
+                "advantage": ["v1", "v1", "v2"]}  # fmt: skip
+    assert ("no ratio is stored" in page) == (colours == "ratio")
     assert tints[:3] == expected[colours]
     assert ["stale" in look for look, _ in titles][:3] == [True, True, False]
 

@@ -9,6 +9,7 @@ from base64 import b64encode
 from contextlib import contextmanager
 from hashlib import sha256
 from http.client import HTTPConnection
+from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 import pytest
@@ -115,6 +116,15 @@ def test_the_rollouts_of_a_step_are_pages(run, served, page):
         ("rollouts/0.0:1", 200), ("rollouts/x", 404), ("rollouts/0.0?colours=x", 404),
     ):  # fmt: skip
         assert answer_to(served, "127.0.0.1", f"/runs/{RUN}/{path}")[0] == status, path
+
+
+def test_a_search_that_another_site_asks_for_is_refused(page):
+    url = urlsplit(f"{page}/rollouts?step=all&where=true")
+    connection = HTTPConnection(url.netloc, timeout=10)
+    connection.request("GET", f"{url.path}?{url.query}", headers={"Sec-Fetch-Site": "cross-site"})
+    assert connection.getresponse().status == 403
+    connection.close()
+    assert "Rollouts of all steps" in get(f"{page}/rollouts?step=all&where=true")
 
 
 def test_the_diagnosis_of_the_live_page_leads_to_its_rollouts(run, page):

@@ -1,0 +1,80 @@
+"""Finds trained rollouts over all steps of a run, by a condition in SQL, for the browser of rollouts."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.report.query.database import Database
+from pipelinerl_core.report.rollouts_page import PAGE_ROLLOUTS, WantedRollouts
+
+SECONDS = 20.0
+"""Longest duration of a search."""
+_SORTS = MappingProxyType(
+    {
+        "order": "step, position",
+        "step": "step",
+        "reward": "reward",
+        "length": "num_tokens",
+        "advantage": "advantage",
+        "lag": "lag",
+    }
+)
+"""Names of `rollouts_page.SORTS` -> SQL."""
+
+
+class Matches(NamedTuple):
+    """The rollouts of a page of the browser."""
+
+    keys: list[tuple[int, int, int]]
+    """(step, group_id, rollout_index), in order."""
+    num_selected: int
+    """On all pages."""
+
+
+class RolloutSearch:
+    """Searches a run; thread-safe, one search at a time."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()  # for the memory of one search
+
+    def find(self, wanted: WantedRollouts) -> Matches:
+        """The rollouts of the wanted page.
+
+        Raises ConfigError for an error in `where`, without the package duckdb, and after SECONDS; StoreError.
+        """
+        begin = (wanted.number - 1) * PAGE_ROLLOUTS
+        direction = "desc nulls last" if wanted.sort.startswith("-") else "asc nulls first"
+        order = f"{_SORTS[wanted.sort.removeprefix('-')]} {direction}, step, position"
+        selected = f"from rollouts where {' and '.join(_conditions(wanted))}"
+        page = f"{selected} order by {order} limit {PAGE_ROLLOUTS} offset {begin}"
+        with self._lock, Database([self._store]) as database:
+            (total,) = database.table(f"select count(*) as total {selected}", SECONDS).to_pylist()
+            rows = database.table(f"select step, group_id, rollout_index {page}", SECONDS).to_pylist()
+        return Matches([(row["step"], row["group_id"], row["rollout_index"]) for row in rows], total["total"])
+
+
+def _conditions(wanted: WantedRollouts) -> Iterator[str]:
+    yield "fate = 'trained'"
+    if wanted.where:
+        yield f"(\n{wanted.where}\n)"  # on lines of its own: it may end with a comment
+    if wanted.step != "all":
+        yield f"step = {int(wanted.step)}"
+    texts: Mapping[str, str] = {
+        "outcome": wanted.outcome, "finish_reason": wanted.finish_reason, "source": wanted.source
+    }  # fmt: skip
+    for column, text in texts.items():
+        if text:
+            yield f"{column} = {quoted(text)}"
+    if wanted.reward:
+        low, high = wanted.reward_range()
+        yield f"reward between {low:.9g}::float - 1e-6 and {high:.9g}::float + 1e-6".replace("inf", "'inf'")
+    if wanted.text:
+        yield f"contains(lower(concat_ws(chr(10), prompt, completion, task::varchar)), lower({quoted(wanted.text)}))"
+
+
+def quoted(text: str) -> str:
+    """The text as a literal of SQL."""
+    return "'" + text.replace("'", "''") + "'"
