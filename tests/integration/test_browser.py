@@ -23,6 +23,7 @@ from pipelinerl_core.report.web import build_server
 from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.records import RUN_KEY, commit_key
 from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.types import FinishReason
 from tests.integration.browser import Page, browser
 from tests.integration.cli_case import committed
 from tests.integration.pipeline import ROOT
@@ -37,7 +38,11 @@ UPDATES = bool(os.environ.get("PIPELINERL_UPDATE_SCREENSHOTS"))
 IMAGES = ROOT / "docs" / "images"
 STEPS = 60 if UPDATES else 5
 SMALL = ("trainer.groups_per_step=8", "engine.concurrency=32", "eval.num_prompts=0", "schedule.max_lag=1")
-SETTINGS = (f"trainer.steps={STEPS}", *(("eval.num_prompts=200",) if UPDATES else SMALL))
+SETTINGS = (
+    f"trainer.steps={STEPS}",
+    "store.trainer_logprobs=true",
+    *(("eval.num_prompts=200",) if UPDATES else SMALL),
+)
 START_SECONDS = 300.0
 RUN_SECONDS = 400.0
 
@@ -272,6 +277,27 @@ def test_the_live_page_shows_reward_lag_ledger_lanes_and_tokens_by_version(world
     assert len(set(by_version.values())) >= 2, f"each with its own tint: {by_version}"
     assert page.value("document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off at 1280 pixels"
     assert page.errors == []
+
+
+def test_rollouts_of_all_steps_lead_to_the_ratios_of_their_tokens(world, page, picture):
+    page.go(f"{world.live}/runs/latest/rollouts?step=all&sort=-step&where=advantage<>0", width=1200)
+    page.sees("Rollouts of all steps", "advantage")
+    picture("rollouts.png", height=760)
+    page.value("document.querySelector('section a').click()")
+    page.sees("Rollout ", "this prompt in all steps", "swapped")
+    page.click("ratio")
+    page.until("the ratios", "[...document.querySelectorAll('.rollout span[title]')].every(one => "
+               "one.title.includes('ratio') || one.title.includes('given'))")  # fmt: skip
+    picture("rollout.png", height=640)
+    assert page.errors == []
+
+
+def test_the_diagnosis_is_a_picture_with_rollouts(page, picture, served, tmp_path):
+    write_run(open_store(str(tmp_path / "quickstart-1")), Shape(steps=10, finish_reason=FinishReason.LENGTH))
+    page.go(f"{served}/runs/quickstart-1/", width=1200, height=1600)
+    page.sees("Diagnosis", "of the newest rollouts were cut off")
+    page.value("document.querySelector('#diagnosis details').open = true")
+    picture("diagnosis.png", selector="#diagnosis")
 
 
 @pytest.fixture
