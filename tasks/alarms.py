@@ -1,14 +1,17 @@
-"""Prefect events for conditions that need a user: the reward of a run has collapsed, a run makes no progress, or an
-actor samples from other weights than its tokens name."""
+"""Prefect events for conditions that need a user: the reward of a run has collapsed, a run makes no progress, an
+actor samples from other weights than its tokens name, or a query of the user has an answer."""
 
 import logging
 import statistics
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from prefect.events import emit_event
 
+from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report.actor_alarms import alarm_lines
+from pipelinerl_core.report.query.database import Database
 from pipelinerl_core.run.records import Commit
 from pipelinerl_core.telemetry.parts import parts_of, untrained_parts
 
@@ -18,10 +21,16 @@ REWARD_COLLAPSED = "pipelinerl.reward.collapsed"
 PART_FAILED = "pipelinerl.part.failed"
 RUN_STALLED = "pipelinerl.run.stalled"
 ACTOR_MISMATCH = "pipelinerl.actor.mismatch"
+QUERY_ANSWERED = "pipelinerl.query.answered"
+QUERY_SECONDS = 5.0
+"""Longest duration of tracking.alarm_query, in which this process watches nothing else."""
+QUERY_SHARE = 0.05
+"""Largest share of the time that the query takes."""
 WINDOW_STEPS = 20
 """Window of the moving mean of the reward, in steps."""
 NOISE = 4.0
 """Smallest fall that counts, in standard errors of a mean over WINDOW_STEPS steps."""
+_MAX_CHARS = 500
 
 
 def reward_fall(rewards: list[float]) -> tuple[float, float] | None:
@@ -47,6 +56,7 @@ class Alarms:
         self._actors_through = -1
         self._is_silent = False
         self._rewards: dict[int, float | None] = {}
+        self._next_query_at = 0.0
 
     def skip(self, config: Mapping[str, Any], commits: Mapping[int, Commit], last: Commit | None) -> None:
         """Emit no event for what an earlier start of the run has told: what holds already at this start."""
@@ -77,6 +87,23 @@ class Alarms:
             self.emit(
                 REWARD_COLLAPSED, f"mean reward of the last {WINDOW_STEPS} steps: {newest:.3f}; best mean: {best:.3f}"
             )
+
+    def check_query(self, store: ObjectStore, statement: str) -> None:
+        """Emit an event if a statement in SQL (tracking.alarm_query; may be empty) has a row; again after a resume.
+
+        Raises ConfigError for an error in the statement and after QUERY_SECONDS, StoreError.
+        """
+        if not statement or (QUERY_ANSWERED, "") in self._emitted or time.monotonic() < self._next_query_at:
+            return
+        begun = time.monotonic()
+        try:
+            with Database([store]) as database:
+                rows = database.table(statement, QUERY_SECONDS).slice(0, 1).to_pylist()
+        finally:
+            seconds = time.monotonic() - begun
+            self._next_query_at = time.monotonic() + seconds / QUERY_SHARE
+        if rows:
+            self.emit(QUERY_ANSWERED, ", ".join(f"{name}: {value}" for name, value in rows[0].items())[:_MAX_CHARS])
 
     def _check_actors(self, commits: Mapping[int, Commit]) -> None:
         new = [step for step in commits if step > self._actors_through]

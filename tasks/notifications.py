@@ -28,7 +28,7 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, get_current_settings, temporary_settings
 from prefect.types import KeyValueLabels
 
-from pipelinerl.tasks.alarms import ACTOR_MISMATCH, PART_FAILED, REWARD_COLLAPSED, RUN_STALLED
+from pipelinerl.tasks.alarms import ACTOR_MISMATCH, PART_FAILED, QUERY_ANSWERED, REWARD_COLLAPSED, RUN_STALLED
 from pipelinerl.tasks.automations import OURS
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def _alarm(blocks: Sequence[UUID]) -> Automation:
         description="Sends a notification if the reward of a run has collapsed, a run makes no progress, no group of "
         "a part of a mixture is trained, or the tokens of an actor are not of the versions that they name.",
         trigger=EventTrigger(
-            expect={ACTOR_MISMATCH, PART_FAILED, REWARD_COLLAPSED, RUN_STALLED, TEST_EVENT},
+            expect={ACTOR_MISMATCH, PART_FAILED, QUERY_ANSWERED, REWARD_COLLAPSED, RUN_STALLED, TEST_EVENT},
             match=ResourceSpecification({"prefect.resource.id": ["pipelinerl.run.*"]}),
             for_each={"prefect.resource.id"},
             posture=Posture.Reactive,

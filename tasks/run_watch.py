@@ -163,6 +163,8 @@ class RunWatch:
             _quietly("alarm", lambda: self._alarms.check(self.commits))
             stored = self._follower.run.config
             _quietly("alarm", lambda: self._alarms.check_parts(stored, self._follower.last))
+            query = self._run.config.tracking.alarm_query
+            _quietly("tracking.alarm_query", lambda: self._alarms.check_query(self._run.store, query))
 
     def look(self) -> None:
         """Read new objects if the pause is over, and update the view; if a user has suspended the flow run, drain."""

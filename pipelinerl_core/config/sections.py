@@ -212,6 +212,9 @@ class TrackingConfig(Section):
     owner: str = Field("", max_length=100)
     """Whose run this is, in `runs --owner`; empty: user@host of the process that starts the run. Set in deployments,
     whose workers run as one user."""
+    alarm_query: str = Field("", max_length=5000)
+    """A statement in SQL on the views of the run (`pipelinerl sql`). If it has a row, the first row is an alarm: a
+    warning in the log, and with `deploy --notify` a message. It may take 5 s, and 5 % of the time."""
     wandb: bool = False
     """Log also to Weights & Biases (package wandb), in the project that `experiment` names. WANDB_API_KEY and the
     other variables of wandb apply."""

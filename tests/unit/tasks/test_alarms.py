@@ -6,6 +6,9 @@ import pytest
 
 from pipelinerl.tasks import alarms
 from pipelinerl.tasks.alarms import RUN_STALLED, WINDOW_STEPS, Alarms, reward_fall
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.supervision.checks import check_alarm_query
+from tests.synthetic_run import Shape, write_run
 
 RISE = [0.2 + 0.002 * step for step in range(150)]  # from 0.2 to 0.5
 
@@ -79,6 +82,36 @@ def test_a_part_of_a_mixture_without_a_trained_group_is_named_once(events):
     assert [event["event"] for event in events] == ["pipelinerl.part.failed"]
     assert events[0]["payload"]["message"].startswith("mixture.guess: all 8 groups failed")
     Alarms("plain").check_parts({"seed": 0}, None)
+
+
+def test_a_row_of_the_users_query_is_told_once_with_its_values(events, store):
+    write_run(store, Shape(steps=5))
+    run_alarms = Alarms("synthetic")
+    run_alarms.check_query(store, "")
+    run_alarms.check_query(store, "select step from steps where step > 5")
+    assert events == []
+    run_alarms.check_query(store, "select step from steps where step > 2")  # within the pause
+    assert events == []
+    for _ in range(2):
+        run_alarms = run_alarms if events else Alarms("synthetic")
+        run_alarms.check_query(store, "select step, reward as mean from (select 3 as step, 0.5 as reward)")
+    assert [(event["event"], event["payload"]["message"]) for event in events] == [
+        ("pipelinerl.query.answered", "step: 3, mean: 0.5")
+    ]
+
+
+def test_a_wrong_query_is_an_error_with_the_same_pause(store):
+    write_run(store, Shape(steps=5))
+    run_alarms = Alarms("synthetic")
+    with pytest.raises(ConfigError, match="SQL: "):
+        run_alarms.check_query(store, "select nothing from steps")
+    run_alarms.check_query(store, "select nothing from steps")  # within the pause
+
+
+@pytest.mark.parametrize("statement", ["selec 1", "select 1; select 2", " ", "-- nothing"])
+def test_a_text_that_is_no_statement_is_refused_at_the_start(statement):
+    with pytest.raises(ConfigError, match=r"tracking.alarm_query: SQL: "):
+        check_alarm_query(statement)
 
 
 def test_what_an_earlier_start_has_told_is_not_told_again(events):
