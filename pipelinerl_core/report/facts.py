@@ -16,7 +16,6 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipelinerl_core.data.compaction import list_rollouts, read_rollouts
-from pipelinerl_core.data.schema import SCHEMA_VERSION
 from pipelinerl_core.data.trained import TrainedRows
 from pipelinerl_core.errors import BrokenRecord, ChecksumMismatch, MissingObject, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
@@ -32,15 +31,12 @@ from pipelinerl_core.run.records import (
     commit_key,
     parse_step_key,
 )
-from pipelinerl_core.storage.digests import read_verified
 from pipelinerl_core.telemetry import measures
 from pipelinerl_core.telemetry.measures import Int64Array
 from pipelinerl_core.types import BoolArray, TurnSpan, WeightSpan
 
 logger = logging.getLogger(__name__)
 
-# Batches are small, and idle threads of the Arrow pool can abort the interpreter at its exit.
-_ONE_THREAD = pa.ipc.IpcReadOptions(use_threads=False)
 _COLUMNS = (
     "group_id",
     "rollout_index",
@@ -276,23 +272,11 @@ def _add_compacted(store: ObjectStore, keys: Mapping[int, str], cache: RunCache)
 def read_batch(store: ObjectStore, commit: Commit) -> list[TrainedRollout]:
     """The rows of a step in training order.
 
-    Raises BrokenRecord or ChecksumMismatch, SchemaMismatch for the batch of another release, MissingObject if the
-    rows were removed.
+    Raises BrokenRecord or ChecksumMismatch for damaged rows, SchemaMismatch for the batch of another release,
+    MissingObject if the rows were removed.
     """
-    rows: list[TrainedRollout] = []
-    for entry in commit.batches:
-        try:
-            data = read_verified(store, entry.name, entry)
-        except MissingObject:  # compacted
-            return _rows(commit.step, pa.Table.from_batches(TrainedRows(store).batches(commit)))
-        try:
-            with pa.ipc.open_file(pa.BufferReader(data), options=_ONE_THREAD) as reader:
-                table = reader.read_all()
-        except (pa.ArrowException, OSError) as error:
-            raise BrokenRecord(f"{store.url}/{entry.name} is damaged: {str(error).splitlines()[0]}") from None
-        _check(f"{store.url}/{entry.name}", table)
-        rows += _rows(commit.step, table)
-    return rows
+    batches = TrainedRows(store).batches(commit)
+    return _rows(commit.step, pa.Table.from_batches(batches)) if batches else []
 
 
 def step_facts(step: int, rows: list[TrainedRollout]) -> StepFacts:
@@ -314,18 +298,6 @@ def step_facts(step: int, rows: list[TrainedRollout]) -> StepFacts:
         num_masked=sum(int(np.count_nonzero(row.loss_mask & ~row.loss_mask_trained)) for row in rows),
         trained=trained,
     )
-
-
-def _check(where: str, table: pa.Table) -> None:
-    version = (table.schema.metadata or {}).get(b"schema_version", b"").decode()
-    if version != SCHEMA_VERSION:
-        raise SchemaMismatch(
-            f"{where} has batch schema version {version!r}; this release reads {SCHEMA_VERSION}. "
-            "Use the release that wrote the batch"
-        )
-    missing = [name for name in _COLUMNS if name not in table.column_names]
-    if missing:
-        raise SchemaMismatch(f"{where} lacks the columns {', '.join(missing)}: it is not a batch file")
 
 
 def _rows(step: int, table: pa.Table) -> list[TrainedRollout]:
