@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated, Any
+from uuid import UUID
 
 from prefect import flow
 from prefect.client.schemas.objects import State
@@ -16,6 +17,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from pipelinerl.flows.parameters import Settings, described, override_pattern, preset_pattern
+from pipelinerl.tasks.automations import ended_before_resume
 from pipelinerl.tasks.drain_request import clear_earlier_drain_request
 from pipelinerl.tasks.notifications import MLFLOW_LABEL, PAGE_LABEL, URL_LABEL, label_flow_run
 from pipelinerl.tasks.outage import SERVER_SECONDS, await_store, crashed_by_outage, schedule_again, server_answers
@@ -113,6 +115,9 @@ def train(
     outage of the store that is longer than all restarts of the roles, a worker starts the flow run again, and the
     start waits for the store.
     """
+    if flow_run.run_count > 1 and (ended := ended_before_resume(UUID(str(flow_run.id)))) is not None:
+        logger.warning("the flow run had ended as %s before it was resumed; nothing is done", ended.name)
+        return State(type=ended.type, name=ended.name, message=ended.message)
     changes = (*settings.overrides(), *overrides)
     run_id = started_run(resume)
     if flow_run.run_count > 1 or run_id:  # perhaps after an outage of the store
@@ -173,6 +178,7 @@ def train_opened(run: RunContext, tracker: RunTracker) -> dict[str, Any] | State
             if watch.is_held:
                 raise Pause
         except Pause:  # also of Prefect, at the start of a task after the flow run was suspended
+            watch.is_complete()  # reads the steps that the drain has committed
             hold(watch.committed_step)
         with unless_complete(watch, "the report", f"`pipelinerl report {run.run_id}` writes it"):
             report = write_reports(run)

@@ -18,7 +18,7 @@ from uuid import UUID
 
 from prefect import get_client
 from prefect.automations import Automation
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import State, StateType
 from prefect.events.actions import ChangeFlowRunState, DoNothing
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
@@ -140,11 +140,31 @@ def _give_up(max_resumes: int) -> Automation:
 
 def was_resumed(flow_run_id: UUID) -> bool:
     """Whether pipelinerl-resume, or the flow run itself after an outage, scheduled this start; if not, a user did."""
+    _, schedule = _scheduled_after(flow_run_id)
+    return schedule is not None and (schedule.message or "").startswith((RESUME_MESSAGE, OUTAGE_MESSAGE))
+
+
+def ended_before_resume(flow_run_id: UUID) -> State | None:
+    """The state in which the flow run had ended when pipelinerl-resume scheduled this start; None for other starts.
+
+    After a restart of the server, the event of a crash may be handled 15 minutes late. A flow run that was only
+    thought to have crashed may have ended since, or a user may have cancelled it.
+    """
+    before, schedule = _scheduled_after(flow_run_id)
+    if before is None or schedule is None or not (schedule.message or "").startswith(RESUME_MESSAGE):
+        return None
+    return before if before.is_final() and not before.is_crashed() else None
+
+
+def _scheduled_after(flow_run_id: UUID) -> tuple[State | None, State | None]:
+    """The newest state that schedules the flow run, and the state before it; the first is the earlier one."""
     with get_client(sync_client=True) as client:
-        states = client.read_flow_run_states(flow_run_id)
-    scheduled = [state for state in states if state.is_scheduled() and state.name != _WAITING_STATE]
-    newest = max(scheduled, key=lambda state: state.timestamp, default=None)
-    return newest is not None and (newest.message or "").startswith((RESUME_MESSAGE, OUTAGE_MESSAGE))
+        states = sorted(client.read_flow_run_states(flow_run_id), key=lambda state: state.timestamp)
+    states = [state for state in states if state.name != _WAITING_STATE]
+    place = max((place for place, state in enumerate(states) if state.is_scheduled()), default=None)
+    if place is None:
+        return None, None
+    return states[place - 1] if place else None, states[place]
 
 
 def apply_automation(wanted: Automation, *, reset: bool = False, keeps_actions: bool = False) -> Change:

@@ -4,6 +4,7 @@ After each reading, the watch pauses for at least 50 times the duration of the r
 """
 
 import logging
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -48,6 +49,7 @@ from pipelinerl_core.run.mlflow_run import RunTracker
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import REPORT_HTML_KEY, REPORT_JSON_KEY, Commit, RoleRecord, role_key
 from pipelinerl_core.supervision.log_copies import all_logs, lines_of_failure
+from pipelinerl_core.supervision.supervise import LAST_LINES
 from pipelinerl_core.telemetry.mlflow import Status
 from pipelinerl_core.telemetry.redact import redact_text
 
@@ -293,10 +295,10 @@ class RunWatch:
     def _show_failure(self, error: Exception) -> None:
         """Make an artifact: what failed, the command that continues the run, and the last lines of a role's log."""
         steps = f"{max(0, self.committed_step)} of {self._run.config.trainer.steps} steps are committed"
-        resume = f"pipelinerl resume {self._run.run_id}"
+        resume = f"pipelinerl resume {shlex.quote(self._run.store.url)}"
         lines = [
             f"# {self._run.run_id} has failed",
-            _verbatim([redact_text(str(error)) or type(error).__name__]),
+            _verbatim([redact_text(str(error)).partition(LAST_LINES)[0] or type(error).__name__]),
             f"{steps}. After the cause is removed, Retry or `{resume}` continues the run.",
         ]
         directory = log_directory(self._run.store.url, self._run.run_id)

@@ -25,6 +25,7 @@ import hashlib
 import hmac
 import json
 import logging
+import re
 import socket
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
@@ -112,6 +113,9 @@ class _Handler(BaseHTTPRequestHandler):
             if "token" in query and self.server.token and url.path != "/healthz":
                 self._set_cookie(url.path, query)
                 return
+            if _RUN_WITHOUT_SLASH.fullmatch(url.path):
+                self._redirect(HTTPStatus.MOVED_PERMANENTLY, f"{_last_part(url.path)}/")
+                return
             kind, body = self._find(url.path, query)
         except _Refused as refused:
             self.send_error(refused.status, explain=str(refused) or None)
@@ -158,11 +162,19 @@ class _Handler(BaseHTTPRequestHandler):
     def _set_cookie(self, path: str, query: Mapping[str, list[str]]) -> None:
         """Keep the token as a cookie, and open the page without the token in its address."""
         rest = urlencode({name: values for name, values in query.items() if name != "token"}, doseq=True)
-        self.send_response(HTTPStatus.SEE_OTHER)
         value = f"{self.server.cookie}={quote(query['token'][0], safe='')}"
-        self.send_header("Set-Cookie", f"{value}; Path=/; HttpOnly; SameSite=Lax")
-        name = quote(unquote(path.rpartition("/")[2])) or "."  # relative, for a proxy with a prefix
-        self.send_header("Location", f"{name}{f'?{rest}' if rest else ''}")
+        self._redirect(
+            HTTPStatus.SEE_OTHER,
+            f"{_last_part(path) or '.'}{f'?{rest}' if rest else ''}",
+            f"{value}; Path=/; HttpOnly; SameSite=Lax",
+        )
+
+    def _redirect(self, status: HTTPStatus, location: str, cookie: str = "") -> None:
+        """location: relative, for a proxy with a prefix."""
+        self.send_response(status)
+        if cookie:
+            self.send_header("Set-Cookie", cookie)
+        self.send_header("Location", location)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -201,6 +213,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing per request."""
+
+
+_RUN_WITHOUT_SLASH = re.compile(r"/runs/[^/]+")
+
+
+def _last_part(path: str) -> str:
+    return quote(unquote(path.rpartition("/")[2]))
 
 
 def _json(value: object) -> tuple[str, bytes]:

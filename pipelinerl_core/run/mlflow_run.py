@@ -6,15 +6,16 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.interfaces import Tracker
 from pipelinerl_core.run.context import log_directory
 from pipelinerl_core.run.local_files import parent_of
 from pipelinerl_core.run.locate import MlflowRef, code_version, own_commit, owner_of
-from pipelinerl_core.run.records import RunRecord
+from pipelinerl_core.run.records import RUN_KEY, RunRecord
 from pipelinerl_core.run.user_code import code_commits
+from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.telemetry.datasets import run_datasets
-from pipelinerl_core.telemetry.mlflow import MlflowTracker, Status, tracking_uri
+from pipelinerl_core.telemetry.mlflow import URL_TAG, MlflowTracker, Status, tracking_uri
 from pipelinerl_core.telemetry.system import SystemSampler
 from pipelinerl_core.telemetry.wandb import WandbTracker
 from pipelinerl_core.types import LoggedStep
@@ -83,7 +84,7 @@ def open_tracker(
         **label_tags(config, owner),
         **source_tags(flow_run_id),
         **run_tags(config, commits),
-        "pipelinerl.url": url,
+        URL_TAG: url,
         **labels,
     }
     if uri is not None:
@@ -97,6 +98,7 @@ def open_tracker(
             datasets=run_datasets(config),
             machine=SystemSampler(url),
             is_required=record is None,
+            is_original=lambda other: other not in ("", url) and _has_run(other),
         )
         mlflow = MlflowRef(uri=uri, run_id=tracker.run_id)
     if config.tracking.wandb:
@@ -115,6 +117,14 @@ def open_tracker(
             tracker.close("FAILED")
             raise
     return tracker, mlflow
+
+
+def _has_run(url: str) -> bool:
+    """Whether a run is stored at a URL, as far as this process can see."""
+    try:
+        return open_store(url).exists(RUN_KEY)
+    except (PipelineRLError, OSError):
+        return False
 
 
 @contextmanager

@@ -41,6 +41,8 @@ POLL_SECONDS = 0.2
 """Between two checks of the child."""
 STOP_SECONDS = 6.0
 """Between SIGTERM and SIGKILL: time for a role to seal its segments and to flush."""
+LAST_LINES = ". Last lines"
+"""What follows in the message of an error is the end of a log."""
 READY_SECONDS = 120.0
 """Deadline for a started role to become ready."""
 FIRST_BACKOFF_SECONDS = 0.5
@@ -273,4 +275,4 @@ def _raise_if_final(
     if not budget.take():
         tail = "\n".join(f"  | {line}" for line in lines) or "  | (nothing)"
         error = StoreUnavailable if process.exit_code == EXIT_STORE else RoleFailed
-        raise error(f"{name}: {reason}, {budget.spent_text}. Last lines of {process.log.path}:\n{tail}")
+        raise error(f"{name}: {reason}, {budget.spent_text}{LAST_LINES} of {process.log.path}:\n{tail}")

@@ -57,6 +57,8 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 RUN_TAG = "pipelinerl.run_id"
 """Tag by which the tracker finds the MLflow run of a training run."""
+URL_TAG = "pipelinerl.url"
+"""Tag with the store of the training run."""
 LOGGED_TAG = "pipelinerl.logged"
 """Tag with the newest step whose metrics MLflow has, as JSON: step and digest of the weights after the step."""
 LOST_TAG = "pipelinerl.lost_timeline"
@@ -94,6 +96,7 @@ _CLOSE_RETRY_SECONDS = 2.0
 # Refusals of an artifact, by a server that answers other requests, after which the artifact is dropped.
 _MAX_REFUSALS = 3
 _MAX_REASON_CHARS = 200
+_MAX_COPIES = 20
 
 
 def tracking_uri(configured: str, root: str) -> str | None:
@@ -143,12 +146,14 @@ class MlflowTracker:
         datasets: Sequence[DatasetNote] = (),
         machine: Callable[[], Mapping[str, float]] | None = None,
         is_required: bool = True,
+        is_original: Callable[[str], bool] = lambda url: False,
     ) -> None:
         """Find or create the run.
 
         is_required: connect now; raises ConfigError if this fails, for a server after 9 s. Otherwise the writer
         thread connects, and tries again after failures.
-        A run is found by `run_id`, else by the tag of `run_name` in the experiment. `config`, nested or not,
+        A run is found by `run_id`, else by the tag of `run_name` in the experiment; not the MLflow run of a training
+        run at another URL, if `is_original` says that this run is a copy of it. `config`, nested or not,
         becomes parameters with dotted keys; secrets are redacted there and in `tags`. `machine` is called every 10 s
         on the writer thread; its metrics are logged at step = seconds since the start of the MLflow run.
         """
@@ -159,6 +164,7 @@ class MlflowTracker:
         self._params = redact(flatten(config or {}))
         self._datasets = datasets
         self._machine = machine
+        self._is_original = is_original
         self._sampled_at = time.monotonic()
         self.run_id = run_id or ""
         self.page: str | None = None
@@ -305,7 +311,7 @@ class MlflowTracker:
             experiment_id = _experiment_id(client, self._uri, self._experiment)
         if self._lost_at is not None:
             _mark_lost(client, self.run_id, self._run_name, self._lost_at)
-        run_id = _find_run(client, experiment_id, self._run_name, self.run_id)
+        run_id = _find_run(client, experiment_id, self._run_name, self.run_id, self._is_original)
         if run_id is None:
             run_id = client.create_run(experiment_id, run_name=self._run_name).info.run_id
         run = client.get_run(run_id)
@@ -471,19 +477,24 @@ def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:
         return str(experiment.experiment_id)
 
 
-def _find_run(client: MlflowClient, experiment_id: str, run_name: str, run_id: str) -> str | None:
+def _find_run(
+    client: MlflowClient, experiment_id: str, run_name: str, run_id: str, is_original: Callable[[str], bool]
+) -> str | None:
     if run_id:
         try:
             run = client.get_run(run_id)
-            if LOST_TAG not in run.data.tags:
+            if LOST_TAG not in run.data.tags and not is_original(run.data.tags.get(URL_TAG, "")):
                 return str(run.info.run_id)
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
             logger.warning("MLflow has no run %s, so its database was replaced; creating a new MLflow run", run_id)
     quoted = run_name.replace("'", "")
-    runs = client.search_runs([experiment_id], filter_string=f"tags.`{RUN_TAG}` = '{quoted}'", max_results=1)
-    return str(runs[0].info.run_id) if runs else None
+    runs = client.search_runs(
+        [experiment_id], filter_string=f"tags.`{RUN_TAG}` = '{quoted}'", max_results=_MAX_COPIES
+    )
+    own = (str(run.info.run_id) for run in runs if not is_original(run.data.tags.get(URL_TAG, "")))
+    return next(own, None)
 
 
 def _mark_lost(client: MlflowClient, run_id: str, run_name: str, step: int) -> None:

@@ -173,8 +173,8 @@ class Collector:
         try:
             batches = from_segment(self._store.get(key), key)
             return {row.group_id for batch in batches for row in decode_partials(batch)}
-        except SchemaMismatch:
-            return set()  # an incomplete log: no actor can continue a group from it
+        except (SchemaMismatch, MissingObject):
+            return set()  # an incomplete log, from which no actor can continue a group, or removed since the listing
 
 
 def _step_of(key: str) -> int:

@@ -32,6 +32,7 @@ from pipelinerl_core.run.records import (
     COMMITS_PREFIX,
     COMPACTED_COMMITS_PREFIX,
     HUB_KEY,
+    REPORT_JSON_KEY,
     RESUME_KEY,
     RUN_KEY,
     STARTS_KEY,
@@ -134,6 +135,13 @@ class StoppedRun:
         if not self._epochs and _age_seconds(store) < _STARTING_SECONDS:
             raise ConfigError(
                 f"{store.url}: the run was created a moment ago and may be starting; try again in two minutes"
+            )
+        run = list_run(store)
+        is_new = run is not None and run.state == "finished" and time.time() - run.active_at < _STARTED_SECONDS
+        if is_new and not store.exists(REPORT_JSON_KEY):
+            raise ConfigError(
+                f"{store.url}: the last step was committed a moment ago and the run has no report: its flow may be "
+                "evaluating; try again in ten minutes"
             )
         if _seconds_without_hub(store) < _STARTED_SECONDS:
             raise ConfigError(

@@ -116,6 +116,8 @@ def test_the_rollouts_of_a_step_are_pages(run, served, page):
         ("rollouts/0.0:1", 200), ("rollouts/x", 404), ("rollouts/0.0?colours=x", 404),
     ):  # fmt: skip
         assert answer_to(served, "127.0.0.1", f"/runs/{RUN}/{path}")[0] == status, path
+    status, headers, _ = answer_to(served, "127.0.0.1", f"/runs/{RUN}")
+    assert (status, headers["Location"]) == (301, f"{RUN}/")
 
 
 def test_a_search_that_another_site_asks_for_is_refused(page):

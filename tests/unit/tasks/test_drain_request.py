@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from prefect.client.schemas.objects import State
-from prefect.states import AwaitingRetry, Crashed, Pending, Running, Scheduled
+from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed, Failed, Pending, Running, Scheduled
 
 from pipelinerl.tasks import automations
 from pipelinerl.tasks.automations import OUTAGE_MESSAGE, RESUME_MESSAGE
@@ -71,3 +71,23 @@ def test_where_the_server_cannot_say_the_run_goes_on(monkeypatch):
 def test_without_a_drain_request_prefect_is_not_asked(monkeypatch):
     monkeypatch.setattr(automations, "get_client", lambda sync_client: pytest.fail("asked"))
     clear_earlier_drain_request(MemoryStore(), str(uuid.uuid4()))
+
+
+LATE = [Crashed(message="no heartbeat"), *FIRST[2:]]
+
+
+@pytest.mark.parametrize(
+    ("states", "name"),
+    [
+        (FIRST + RESUMED, None),
+        (FIRST, None),
+        ([*FIRST, *LATE, Completed(), *RESUMED[1:]], "Completed"),
+        ([*FIRST, *LATE, Cancelled(), *QUEUED[1:]], "Cancelled"),
+        ([*FIRST, *LATE, Failed(name="GivenUp"), *RESUMED[1:]], "GivenUp"),
+        ([*FIRST, Completed(), *RETRIED[1:]], None),  # a user starts it again
+    ],
+)
+def test_a_resume_that_comes_after_the_end_of_the_flow_run_leaves_it_ended(monkeypatch, states, name):
+    monkeypatch.setattr(automations, "get_client", lambda sync_client: Server(states))
+    ended = automations.ended_before_resume(uuid.uuid4())
+    assert (ended.name if ended is not None else None) == name

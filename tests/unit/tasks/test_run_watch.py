@@ -208,11 +208,13 @@ def test_a_failure_is_an_artifact_with_the_log_of_the_role_and_the_command_that_
     made = MagicMock()
     monkeypatch.setattr(run_watch, "create_markdown_artifact", made)
     with pytest.raises(RoleFailed), watch:
-        raise RoleFailed("trainer: ended with exit code 1; see ```its log```")
+        raise RoleFailed(
+            "trainer: ended with exit code 1; see ```its log```. Last lines of trainer.log:\n  | line 39"
+        )
     ((text,), options) = made.call_args
     assert options["key"] == "synthetic-failure"
     assert "\n\n    trainer: ended with exit code 1; see ```its log```\n\n2 of 2 steps are committed." in text
-    assert "`pipelinerl resume synthetic`" in text
+    assert f"`pipelinerl resume {watch._run.store.url}`" in text, "on any host, with any root"
     assert text.count("    line ") == FAILURE_LINES - 1
     assert "newer" not in text
     assert "hunter2" not in text

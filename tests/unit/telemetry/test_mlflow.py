@@ -18,7 +18,7 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.telemetry import mlflow as tracking
 from pipelinerl_core.telemetry.datasets import run_datasets
-from pipelinerl_core.telemetry.mlflow import RUN_TAG, MlflowTracker, run_page, tracking_uri
+from pipelinerl_core.telemetry.mlflow import RUN_TAG, URL_TAG, MlflowTracker, run_page, tracking_uri
 from pipelinerl_core.types import NO_STEP, LoggedStep
 from tests.waiting import wait_for
 
@@ -71,6 +71,26 @@ def test_a_resumed_run_is_the_same_run_and_has_its_last_logged_step(uri):
     by_name = MlflowTracker(uri, "e", "two")
     by_name.close()
     assert by_name.run_id == tracker.run_id
+
+
+def test_the_copy_of_a_run_that_is_still_there_gets_an_mlflow_run_of_its_own(uri):
+    original = MlflowTracker(uri, "e", "copied", tags={URL_TAG: "s3://bucket/copied"})
+    original.log(1, {"reward/mean": 0.25}, weights_digest="d")
+    original.close()
+    tags, copies = {URL_TAG: "file:///drill/copied"}, []
+    for _ in range(2):
+        copy = MlflowTracker(
+            uri, "e", "copied", run_id=original.run_id, tags=tags, is_original="s3://bucket/copied".__eq__
+        )
+        copy.log(1, {"reward/mean": 0.5}, weights_digest="d")
+        copy.close()
+        copies.append(copy.run_id)
+    assert copies[0] == copies[1] != original.run_id
+    assert run_of(original).data.tags[URL_TAG] == "s3://bucket/copied"
+    assert history(original, "reward/mean") == [(1, 0.25)]
+    moved = MlflowTracker(uri, "e", "copied", run_id=original.run_id, tags=tags)  # the original was removed
+    moved.close()
+    assert moved.run_id == original.run_id
 
 
 def test_metrics_that_are_logged_again_with_the_same_time_are_stored_once(uri):

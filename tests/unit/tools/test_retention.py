@@ -164,6 +164,14 @@ def test_a_run_that_has_no_hub_yet_is_kept(root):
         Removal(root.child("run-1").url)
 
 
+def test_a_run_that_may_be_evaluating_is_kept_until_it_has_a_report(root):
+    write_old_run(root, "run-1", days=0)
+    with pytest.raises(ConfigError, match="may be evaluating"):
+        Removal(root.child("run-1").url)
+    root.child("run-1").put("report.json", b"{}")
+    assert remove_runs([Removal(root.child("run-1").url)], nothing) == {}
+
+
 def test_an_object_that_is_written_before_or_during_a_removal_keeps_the_run(root):
     objects = write_old_run(root, "run-1")
     removal = Removal(root.child("run-1").url)
