@@ -8,11 +8,11 @@ from typing import Any
 
 from benchmarks.learning_claims import claim_lines, claims
 from benchmarks.run_peers import PEERS, own_arms, parse_peers, run_peers
-from pipelinerl.flows.cli.comparing import carry_out, parse_seeds, plan_tuned
+from pipelinerl.flows.cli.comparing import carry_out, plan_tuned
 from pipelinerl.flows.cli.console import answer, exit_codes
 from pipelinerl.flows.environment import set_defaults
 from pipelinerl_core.comparison.figure import figure_title
-from pipelinerl_core.comparison.plan import BUDGET_MINUTES, Wanted
+from pipelinerl_core.comparison.plan import BUDGET_MINUTES, Wanted, parse_seeds
 from pipelinerl_core.comparison.results import SVG_KEY, Results
 from pipelinerl_core.comparison.table import markdown
 from pipelinerl_core.config.arm import Arm

@@ -20,6 +20,7 @@ def page(document: Mapping[str, Any], figure: str) -> str:
         css=(_TEMPLATES / "report.css").read_text(encoding="utf-8"),
         lead=escape(lead(document)),
         notes="".join(f"<li>{escape(line)}</li>" for line in table.notes(document)),
+        caption=escape(table.caption(document)),
         table=_table(table.headers(document), table.rows(document)),
         figure=figure,
         runs="".join(_run_row(run, document["arms_settings"]) for run in document["runs"]),
@@ -27,8 +28,16 @@ def page(document: Mapping[str, Any], figure: str) -> str:
 
 
 def lead(document: Mapping[str, Any]) -> str:
-    """One sentence: the time to the target of every arm, divided by the time of the reference arm."""
+    """One sentence: the time to the target of every arm, divided by the time of the reference arm; without a target,
+    the arm with the highest last accuracy."""
     reference = document["reference"]
+    if not document["target"]:
+        accuracies = {name: entry["last_accuracy"] for name, entry in document["arms"].items()}
+        known = {name: accuracy for name, accuracy in accuracies.items() if accuracy["mean"] is not None}
+        if not known:
+            return "No accuracy yet."
+        best = max(known, key=lambda name: float(known[name]["mean"]))
+        return f"Highest last accuracy: {best}, {table.with_interval(known[best], '{:.3f}')}."
     parts = []
     for name, entry in document["arms"].items():
         ratio = entry.get("over_reference", {}).get("time_to_target_seconds", {}).get("mean")
@@ -51,6 +60,7 @@ def _run_row(run: Mapping[str, Any], settings: Mapping[str, Sequence[str]]) -> s
         run["run_id"],
         _number(figures["steps"], "{:.0f}"),
         _number(figures["seconds"], "{:.0f}"),
+        _number(figures["last_accuracy"], "{:.3f}"),
         _number(figures["best_accuracy"], "{:.3f}"),
         " ".join(settings[run["arm"]]),
     ]
