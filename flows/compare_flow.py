@@ -19,7 +19,7 @@ from pydantic import Field
 from pipelinerl.flows.parameters import described
 from pipelinerl.flows.train_flow import Overrides, Preset, Root, open_at, run_roles, train_opened
 from pipelinerl.tasks.notifications import MLFLOW_LABEL, REPORT_LABEL, URL_LABEL, label_flow_run
-from pipelinerl.tasks.placement import SIBLING, DeployedRole, LocalRole, Role, RunRoles, Sibling, request_stop
+from pipelinerl.tasks.placement import RUN_THREAD, DeployedRole, LocalRole, Role, RunRoles, RunThread, request_stop
 from pipelinerl.tasks.report import show_comparison, write_comparison, write_reports
 from pipelinerl.tasks.run_watch import RunWatch
 from pipelinerl_core.comparison.analysis import has_reached, rewards_of
@@ -237,16 +237,16 @@ def _role_of(
     if wanted.deployment:
         return DeployedRole(wanted.deployment, parameters, "run", run.config.placement.max_restarts)
     local = {**parameters, "is_checked": is_checked}
-    return LocalRole(lambda stop: run_here.submit(run.run_id, local, Sibling(stop, wanted.limit == 1)), changed)
+    return LocalRole(lambda stop: run_here.submit(run.run_id, local, RunThread(stop, wanted.limit == 1)), changed)
 
 
 @task(name="run", task_run_name="{name}", persist_result=False, cache_policy=NO_CACHE)
-def run_here(name: str, parameters: dict[str, Any], sibling: Sibling) -> None:
+def run_here(name: str, parameters: dict[str, Any], thread: RunThread) -> None:
     """Carry out a run in this thread.
 
     Only the subflows of a task are new in a retry; Prefect identifies others by their order, which may change.
     """
-    SIBLING.set(sibling)
+    RUN_THREAD.set(thread)
     compared_run.with_options(flow_run_name=name)(**parameters)
 
 

@@ -62,8 +62,8 @@ _ALIVE = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.P
 
 
 @dataclass(frozen=True, slots=True)
-class Sibling:
-    """Of a run that a thread carries out for a comparison or a sweep."""
+class RunThread:
+    """What the code that carries out a run in a thread, for a comparison or a sweep, needs from the main thread."""
 
     stop: Event
     """Set to stop the run: Ctrl-C interrupts the main thread only."""
@@ -71,7 +71,7 @@ class Sibling:
     """No other run may run in this process at the same time."""
 
 
-SIBLING: ContextVar[Sibling | None] = ContextVar("sibling", default=None)
+RUN_THREAD: ContextVar[RunThread | None] = ContextVar("run_thread", default=None)
 
 
 class Role(Protocol):
@@ -373,8 +373,8 @@ class RunRoles:
         comparison of the run."""
         self._changed.wait(seconds)
         self._changed.clear()
-        if (sibling := SIBLING.get()) is not None and sibling.stop.is_set():
-            SIBLING.set(None)
+        if (thread := RUN_THREAD.get()) is not None and thread.stop.is_set():
+            RUN_THREAD.set(None)
             raise KeyboardInterrupt
         self._on_wait()
 

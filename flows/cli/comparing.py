@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipelinerl.flows.cli.console import answer, say
-from pipelinerl_core.comparison.plan import Plan, Wanted, plan_comparison
+from pipelinerl_core.comparison.plan import Plan
 from pipelinerl_core.comparison.results import HTML_KEY
 from pipelinerl_core.comparison.table import markdown
-from pipelinerl_core.comparison.tuning import parse_rates, search_lines, tuned
 from pipelinerl_core.config.arm import Arm, parse_arm, read_arms
 from pipelinerl_core.run.locate import root_url
 from pipelinerl_core.supervision.checks import check_all
@@ -21,18 +20,6 @@ def split_source(source: str, overrides: Sequence[str]) -> tuple[str, tuple[str,
 def arms_of(texts: Sequence[str], path: str) -> tuple[Arm, ...]:
     """The arms of the file `path` (may be empty), then the arms of --arm."""
     return (*(read_arms(path) if path else ()), *map(parse_arm, texts))
-
-
-def plan_tuned(wanted: Wanted, rates: str, root: str) -> tuple[Plan, list[str]]:
-    """The plan with every arm at its best learning rate of --rates, after the runs of the search, and what was tried.
-
-    rates: empty: the plan as wanted, and no lines.
-    """
-    plan = plan_comparison(wanted)
-    if not rates:
-        return plan, []
-    best, searches = tuned(wanted, parse_rates(rates), lambda search: carry_out(search, root))
-    return plan_comparison(best), search_lines(searches)
 
 
 def carry_out(plan: Plan, root: str) -> dict[str, Any]:
@@ -50,4 +37,4 @@ def carry_out(plan: Plan, root: str) -> dict[str, Any]:
 def show(document: dict[str, Any], *, as_json: bool) -> None:
     """Print the result of a comparison."""
     page = f"{document['url'].removeprefix('file://')}/{HTML_KEY}"
-    answer(document, [markdown(document), "", *document.get("rates", ()), f"page: {page}"], as_json=as_json)
+    answer(document, [markdown(document), "", f"page: {page}"], as_json=as_json)

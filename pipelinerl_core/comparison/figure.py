@@ -31,11 +31,11 @@ def figure(document: Mapping[str, Any], runs: Sequence[ComparedRun]) -> str:
     """comparison.svg."""
     arms = list(document["arms"])
     counted = [run for run in runs if run.seed in document["seeds"]]
-    ends = [] if document["target"] else [("Last accuracy of each arm", _ends(document["arms"]))]
+    samples = ("Accuracy against samples", _over_samples(arms, counted, document["target"]))
+    ends = ("Last accuracy of each arm", _ends(document["arms"]))
     panels = [
-        *ends,
         ("Accuracy against wall clock", _over_time(arms, counted, document["target"])),
-        ("Accuracy against samples", _over_samples(arms, counted, document["target"])),
+        samples if document["target"] else ends,
         ("Mean reward per step", _per_step("reward", "reward/mean", arms, counted)),
         ("Effective sample size per step", _per_step("ESS", "importance/ess", arms, counted)),
         ("Mean lag per step", _per_step("lag", "lag/mean", arms, counted)),

@@ -17,8 +17,7 @@ def headers(document: Document) -> list[str]:
     """Names of the columns."""
     target, reference = document["target"], document["reference"]
     if not target:
-        difference = f"accuracy - accuracy of {reference}"
-        return ["arm", "last accuracy", difference, "best accuracy", "reward at the end", "tokens/s", "seconds"]
+        return ["arm", "last accuracy", "difference", "best accuracy", "reward at the end", "tokens/s", "seconds"]
     return [
         "arm",
         f"seconds to {target:g}",
@@ -82,7 +81,10 @@ def caption(document: Document) -> str:
         return f"{seeds}."
     if document["target"]:
         return f"{seeds}: mean ± standard deviation; ratios seed by seed, with their range."
-    return f"{seeds}: mean ± half of the 95 % confidence interval (Student's t); differences seed by seed."
+    return (
+        f"{seeds}: mean ± half of the 95 % confidence interval (Student's t); difference: last accuracy minus that of "
+        f"{document['reference']}, seed by seed."
+    )
 
 
 def seeds_text(document: Document) -> str:

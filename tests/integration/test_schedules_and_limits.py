@@ -78,6 +78,17 @@ def test_a_sweep_of_six_runs_under_a_limit_of_two(prefect, tmp_path, prepared_mo
     links = {prefect.ask(f"/task_runs/{run['parent_task_run_id']}")["flow_run_id"] for run in children()}
     assert links == {parent}
 
+    assert_results(prefect, parent, tmp_path)
+    prefect.set_state(parent, type="SCHEDULED", name="AwaitingRetry")  # the button Retry
+    await_(lambda: prefect.run(parent)["run_count"] == 2, "the retry", 120)
+    await_(lambda: prefect.run(parent)["state_type"] in ENDED, "the end of the retry", 300)
+    assert prefect.run(parent)["state_type"] == "COMPLETED", prefect.log_tail()
+    assert len(children()) == NUM_RUNS, "no run is repeated"
+    prefect.command("work-pool", "clear-concurrency-limit", "control")
+
+
+def assert_results(prefect: Prefect, parent: str, root: Path) -> None:
+    """A table, a figure, an artifact of the flow run and one parent in MLflow."""
     directory = Path(prefect.run(parent)["labels"]["pipelinerl.url"].removeprefix("file://"))
     document = json.loads((directory / "comparison.json").read_text())
     assert list(document["arms"]) == ["learner.lr=1e-5", "learner.lr=1e-4", "learner.lr=1e-3"]
@@ -86,18 +97,11 @@ def test_a_sweep_of_six_runs_under_a_limit_of_two(prefect, tmp_path, prepared_mo
     assert "<svg" in (directory / "comparison.html").read_text()
     (artifact,) = prefect.ask("/artifacts/filter", {"flow_runs": {"id": {"any_": [parent]}}})
     assert "| learner.lr=1e-3 |" in artifact["data"]
-    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    client = MlflowClient(tracking_uri=f"sqlite:///{root}/mlflow.db")
     experiment = client.get_experiment_by_name("pipelinerl").experiment_id
     (run,) = client.search_runs([experiment], "tags.`pipelinerl.run_id` LIKE 'quickstart-%'")
     assert len(client.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{run.info.run_id}'")) == NUM_RUNS
     assert "learner.lr 1e-3/reward_last" in run.data.metrics
-
-    prefect.set_state(parent, type="SCHEDULED", name="AwaitingRetry")  # the button Retry
-    await_(lambda: prefect.run(parent)["run_count"] == 2, "the retry", 120)
-    await_(lambda: prefect.run(parent)["state_type"] in ENDED, "the end of the retry", 300)
-    assert prefect.run(parent)["state_type"] == "COMPLETED", prefect.log_tail()
-    assert len(children()) == NUM_RUNS, "no run is repeated"
-    prefect.command("work-pool", "clear-concurrency-limit", "control")
 
 
 def _text(value: object) -> str:

@@ -6,7 +6,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from pipelinerl.flows import compare_flow
-from pipelinerl.tasks.placement import SIBLING, RunRoles, Sibling
+from pipelinerl.tasks.placement import RUN_THREAD, RunRoles, RunThread
 from pipelinerl_core.comparison.plan import Wanted, plan_comparison, plan_sweep
 from pipelinerl_core.comparison.results import Results
 from pipelinerl_core.config.arm import Arm
@@ -123,7 +123,7 @@ def test_the_warning_about_the_disk_counts_every_run_that_is_missing(carry_out, 
 def test_a_stop_interrupts_the_waits_of_a_run_once(monkeypatch):
     roles = RunRoles(MagicMock())
     stop = Event()
-    token = SIBLING.set(Sibling(stop, is_alone=False))
+    token = RUN_THREAD.set(RunThread(stop, is_alone=False))
     try:
         roles.wait(0)
         stop.set()
@@ -131,4 +131,4 @@ def test_a_stop_interrupts_the_waits_of_a_run_once(monkeypatch):
             roles.wait(0)
         roles.wait(0)  # while its roles stop
     finally:
-        SIBLING.reset(token)
+        RUN_THREAD.reset(token)
