@@ -82,8 +82,8 @@ def caption(document: Document) -> str:
     if document["target"]:
         return f"{seeds}: mean ± standard deviation; ratios seed by seed, with their range."
     return (
-        f"{seeds}: mean ± half of the 95 % confidence interval (Student's t); difference: last accuracy minus that of "
-        f"{document['reference']}, seed by seed."
+        f"{seeds}: mean ± half of the 95 % confidence interval (Student's t); difference: last accuracy minus that "
+        f"of {document['reference']}, seed by seed."
     )
 
 
