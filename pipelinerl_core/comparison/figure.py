@@ -41,6 +41,7 @@ def figure(document: Mapping[str, Any], runs: Sequence[ComparedRun]) -> str:
         ("Mean lag per step", _per_step("lag", "lag/mean", arms, counted)),
         ("KL between behaviour and current policy", _per_step("KL, nats", "importance/kl", arms, counted)),
     ]
+    panels = [(caption, panel) for caption, panel in panels if panel.startswith("<svg")]  # else there is no data
     width = _COLUMNS * _PANEL_WIDTH + (_COLUMNS - 1) * _GAP
     parts, legend_height = _legend(arms, width)
     top = _TITLE + legend_height

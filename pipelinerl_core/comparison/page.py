@@ -29,15 +29,16 @@ def page(document: Mapping[str, Any], figure: str) -> str:
 
 def lead(document: Mapping[str, Any]) -> str:
     """One sentence: the time to the target of every arm, divided by the time of the reference arm; without a target,
-    the arm with the highest last accuracy."""
+    the arm with the highest last accuracy, or without evaluations the highest reward."""
     reference = document["reference"]
     if not document["target"]:
-        accuracies = {name: entry["last_accuracy"] for name, entry in document["arms"].items()}
-        known = {name: accuracy for name, accuracy in accuracies.items() if accuracy["mean"] is not None}
-        if not known:
-            return "No accuracy yet."
-        best = max(known, key=lambda name: float(known[name]["mean"]))
-        return f"Highest last accuracy: {best}, {table.with_interval(known[best], '{:.3f}')}."
+        for key, figure in (("last_accuracy", "last accuracy"), ("reward_last", "reward at the end")):
+            means = {name: entry[key]["mean"] for name, entry in document["arms"].items()}
+            if known := {name: mean for name, mean in means.items() if mean is not None}:
+                best = max(known, key=lambda name: known[name])
+                spread = table.with_interval(document["arms"][best][key], "{:.3f}")
+                return f"Highest {figure}: {best}, {spread}."
+        return "No run has ended."
     parts = []
     for name, entry in document["arms"].items():
         ratio = entry.get("over_reference", {}).get("time_to_target_seconds", {}).get("mean")

@@ -194,6 +194,19 @@ def test_without_a_target_the_table_compares_accuracies_at_the_last_step():
     assert "Highest last accuracy: lr=2, 0.750 ± 1.906." in page({**document, "runs": []}, svg)
 
 
+def test_a_sweep_without_evaluations_compares_rewards_and_has_no_panels_of_accuracy():
+    runs = [
+        make_run(arm, 0, commits_at(0, 6, 12), {}, report={"reward_last": reward})
+        for arm, reward in (("a", 0.2), ("b", 0.4))
+    ]
+    document, _ = example(target=0.0, reference="a", **compare(runs, ["a", "b"], "a", 0.0))
+    svg = figure(document, runs)
+    assert "Accuracy" not in svg
+    assert "Effective sample size" in svg
+    assert "<p" not in svg, "HTML would end the figure"
+    assert "Highest reward at the end: b, 0.400." in page({**document, "runs": []}, svg)
+
+
 def test_emulation_is_said_in_table_figure_and_page():
     document, runs = example()
     svg = figure(document, runs)
