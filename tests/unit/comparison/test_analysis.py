@@ -203,7 +203,7 @@ def test_a_sweep_without_evaluations_compares_rewards_and_has_no_panels_of_accur
     svg = figure(document, runs)
     assert "Accuracy" not in svg
     assert "Effective sample size" in svg
-    assert "<p" not in svg, "HTML would end the figure"
+    assert "<p " not in svg, "HTML would end the figure"
     assert "Highest reward at the end: b, 0.400." in page({**document, "runs": []}, svg)
 
 
