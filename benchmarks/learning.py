@@ -8,11 +8,12 @@ from typing import Any
 
 from benchmarks.learning_claims import claim_lines, claims
 from benchmarks.run_peers import PEERS, own_arms, parse_peers, run_peers
-from pipelinerl.flows.cli.comparing import carry_out, parse_seeds, plan_tuned
+from benchmarks.tuning import parse_rates, search_lines, tuned
+from pipelinerl.flows.cli.comparing import carry_out
 from pipelinerl.flows.cli.console import answer, exit_codes
 from pipelinerl.flows.environment import set_defaults
 from pipelinerl_core.comparison.figure import figure_title
-from pipelinerl_core.comparison.plan import BUDGET_MINUTES, Wanted
+from pipelinerl_core.comparison.plan import BUDGET_MINUTES, Plan, Wanted, parse_seeds, plan_comparison
 from pipelinerl_core.comparison.results import SVG_KEY, Results
 from pipelinerl_core.comparison.table import markdown
 from pipelinerl_core.config.arm import Arm
@@ -46,6 +47,18 @@ def main(arguments: Sequence[str]) -> None:
     if options.write:
         _write(document)
     answer(document, [section(document)], as_json=options.json)
+
+
+def plan_tuned(wanted: Wanted, rates: str, root: str) -> tuple[Plan, list[str]]:
+    """The plan with every arm at its best learning rate of --rates, after the runs of the search, and what was tried.
+
+    rates: empty: the plan as wanted, and no lines.
+    """
+    plan = plan_comparison(wanted)
+    if not rates:
+        return plan, []
+    best, searches = tuned(wanted, parse_rates(rates), lambda search: carry_out(search, root))
+    return plan_comparison(best), search_lines(searches)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -1,19 +1,26 @@
-"""The compare flow: one run per arm and seed, evaluated after training; the result is one table and one figure."""
+"""The compare flow: one run per arm and seed, some at the same time; the result is one table and one figure.
+
+Each run is a subflow: in a thread of the flow's process, or the flow run of a deployment on a work pool.
+"""
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from threading import Event
 from typing import Annotated, Any
 
-from prefect import flow, get_run_logger
+from prefect import flow, get_client, get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from pipelinerl.flows.parameters import described
-from pipelinerl.flows.train_flow import Overrides, Preset, Root, open_at, run_roles
+from pipelinerl.flows.train_flow import Overrides, Preset, Root, open_at, run_roles, train_opened
 from pipelinerl.tasks.notifications import MLFLOW_LABEL, REPORT_LABEL, URL_LABEL, label_flow_run
-from pipelinerl.tasks.placement import RunRoles
-from pipelinerl.tasks.report import write_comparison, write_reports
+from pipelinerl.tasks.placement import RUN_THREAD, DeployedRole, LocalRole, Role, RunRoles, RunThread, request_stop
+from pipelinerl.tasks.report import show_comparison, write_comparison, write_reports
 from pipelinerl.tasks.run_watch import RunWatch
 from pipelinerl_core.comparison.analysis import has_reached, rewards_of
 from pipelinerl_core.comparison.budget import Budget, dropped_lines
@@ -31,19 +38,33 @@ from pipelinerl_core.comparison.plan import (
 from pipelinerl_core.comparison.results import HTML_KEY, Results, RunsFailed
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.arm import Arm
-from pipelinerl_core.errors import ConfigError, PipelineRLError
+from pipelinerl_core.errors import ConfigError, DeadlineExceeded
 from pipelinerl_core.report.html import duration
 from pipelinerl_core.run.locate import root_url, run_url
 from pipelinerl_core.run.mlflow_run import closing
 from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.supervision.checks import space_lines
 from pipelinerl_core.telemetry.mlflow import PARENT_TAG
+
+STOP_SECONDS = 60.0
+"""Deadline for the end of the runs after a stop."""
+WAIT_SECONDS = 14 * 86_400.0
+"""Deadline for the end of the next run; runs of a deployment may wait for a free worker before."""
+_POLL_SECONDS = 1.0
 
 Arms = Annotated[
     dict[str, list[str]],
     Field(description='Arm name -> settings of the arm, for example {"four": ["schedule.kind=conventional"]}.'),
 ]
 Seeds = Annotated[list[int], Field(description="Every arm runs once with each seed.")]
-Target = Annotated[float, Field(description="Held-out accuracy; the comparison measures the time of each arm to it.")]
+Target = Annotated[
+    float,
+    Field(
+        description="Held-out accuracy; the time of each arm to the target is measured. 0: each run ends at "
+        "trainer.steps.",
+        json_schema_extra={"minimum": 0, "maximum": 1},
+    ),
+]
 Margin = Annotated[
     float, Field(description="A run stops when its training reward exceeds the target by this margin.")
 ]
@@ -52,6 +73,16 @@ Minutes = Annotated[
 ]
 Reference = Annotated[str, Field(description="Arm that the other arms are compared with. Empty: the first arm.")]
 Name = Annotated[str, Field(description="Name of the comparison. Empty: the name of the preset.")]
+Limit = Annotated[
+    int, Field(description="Most runs of this flow run at the same time.", json_schema_extra={"minimum": 1})
+]
+Deployment = Annotated[
+    str,
+    Field(
+        description="Deployment that carries out each run on its work pool, such as compared-run/compared-run. "
+        "Empty: the process of this flow run."
+    ),
+]
 
 
 @flow(name="compare", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
@@ -66,6 +97,8 @@ def compare(
     budget_minutes: Minutes = BUDGET_MINUTES,
     reference: Reference = "",
     name: Name = "",
+    limit: Limit = 1,
+    deployment: Deployment = "",
     root: Root = "",
 ) -> dict[str, Any]:
     """Measure the time of every arm to the same accuracy. The same parameters continue an interrupted comparison.
@@ -82,15 +115,18 @@ def compare(
         budget_minutes=budget_minutes,
         reference=reference,
         name=name,
+        limit=limit,
+        deployment=deployment,
     )
     return compare_runs(plan_comparison(wanted), root)
 
 
 def compare_runs(plan: Plan, root: str, *, checked: str = "") -> dict[str, Any]:
-    """The body of the compare flow; returns and raises as `compare`.
+    """The body of the flows `compare` and `sweep`; returns comparison.json, and raises as `compare`.
 
     checked: id of the run whose configuration the caller has checked; empty: none.
     """
+    check_deployment(plan.wanted.deployment)
     results = Results(plan, root)
     labels = {"preset": plan.wanted.source, "comparison": plan.name}
     tracker, parent = open_comparison(plan.runs[0].config, root_url(root), plan.key, labels, str(flow_run.id))
@@ -100,11 +136,41 @@ def compare_runs(plan: Plan, root: str, *, checked: str = "") -> dict[str, Any]:
         dropped = run_all(plan, results, root, run_labels, checked)
         document: dict[str, Any] = write_comparison(results, dropped)
         log_comparison(tracker, results.store, document)
+    show_comparison(document)
     label_flow_run({REPORT_LABEL: f"{results.store.url}/{HTML_KEY}"})
     if results.failed:
         reasons = "; ".join(f"{run}: {reason}" for run, reason in results.failed.items())
-        raise RunsFailed(f"{reasons}. The comparison of the other runs is in {results.store.url}")
+        raise RunsFailed(
+            f"{len(results.failed)} of {len(plan.runs)} runs failed. {reasons}. The comparison of the other runs is "
+            f"in {results.store.url}"
+        )
     return document
+
+
+def check_deployment(name: str) -> None:
+    """Raise ConfigError if the deployment is not on the server, or if its runs would wait for this flow run."""
+    if not name:
+        return
+    with get_client(sync_client=True) as client:
+        try:
+            pool_name = client.read_deployment_by_name(name).work_pool_name
+        except (ObjectNotFound, ValueError):
+            raise ConfigError(f"deployment {name}: not on the Prefect server. Call `pipelinerl deploy`") from None
+        own = client.read_flow_run(flow_run.id).work_pool_name if flow_run.id else None
+        if pool_name and pool_name == own and client.read_work_pool(pool_name).concurrency_limit == 1:
+            raise ConfigError(
+                f"deployment {name}: the work pool {pool_name} has the concurrency limit 1, which this flow run uses "
+                "up. Set a limit of 2 or more"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """A run that has been started."""
+
+    run: PlannedRun
+    role: Role
+    started_at: float
 
 
 def run_all(
@@ -112,50 +178,94 @@ def run_all(
 ) -> list[PlannedRun]:
     """Run the planned runs that are not complete and fit into the budget; returns the runs that were left out.
 
-    A run that fails is noted in `results.failed`, and the next run follows; a ConfigError is raised.
+    A run that fails is noted in `results.failed`, and the others go on. If the wait is interrupted, all runs stop.
     labels: MLflow tags of every run. checked: see `compare_runs`.
     """
+    limit, logger = plan.wanted.limit, get_run_logger()
     pending = incomplete_runs(plan, root)
     begun = {run.seed for run in plan.runs if run not in pending} | {plan.runs[0].seed}
-    budget = Budget(plan.wanted.budget_minutes * 60, results.spent(), begun=begun)
-    num_ended = len(plan.runs) - len(pending)
-    logger = get_run_logger()
-    logger.info("%d runs, %d of them already done", len(plan.runs), num_ended)
-    while pending := trimmed(budget, pending, len(plan.wanted.arms)):
-        run, *pending = pending
-        expected = budget.expected_seconds([run, *pending])
-        remaining = f", about {duration(expected)} left" if expected is not None else ""
-        logger.info("run %d of %d: %s, seed %d%s", num_ended + 1, len(plan.runs), run.arm, run.seed, remaining)
-        begun_at = time.monotonic()
-        try:
-            run_to_target(plan, run, run_url(root, run.run_id), labels, is_checked=run.run_id == checked)
-        except ConfigError:
-            raise
-        except PipelineRLError as error:
-            logger.exception("%s failed", run.run_id)
-            results.failed[run.run_id] = f"{type(error).__name__}: {error}".splitlines()[0]
-        num_ended += 1
-        seconds = time.monotonic() - begun_at
-        budget.note(run.arm, seconds)
-        results.add_seconds(run, seconds)
-        write_comparison(results, budget.dropped)
-    return budget.dropped
+    budget = Budget(plan.wanted.budget_minutes * 60, results.spent(), begun=begun, limit=limit)
+    num_started = len(plan.runs) - len(pending)
+    logger.info("%d runs, %d of them already done", len(plan.runs), num_started)
+    for line in space_lines([run.config for run in pending], root_url(root)):
+        logger.warning("%s", line)
+    children: list[_Child] = []
+    changed, deadline = Event(), time.monotonic() + WAIT_SECONDS
+    try:
+        while True:
+            while len(children) < limit and (pending := trimmed(budget, pending, len(plan.wanted.arms))):
+                expected = budget.expected_seconds(pending)
+                run, *pending = pending
+                num_started += 1
+                remaining = f", about {duration(expected)} left" if expected is not None else ""
+                logger.info("run %d of %d: %s, seed %d%s", num_started, len(plan.runs), run.arm, run.seed, remaining)
+                role = _role_of(
+                    plan, run, root, {**labels, "arm": run.arm}, changed, is_checked=run.run_id == checked
+                )
+                children.append(_Child(run, role, time.monotonic()))
+                role.begin()
+            if not children:
+                return budget.dropped
+            changed.wait(_POLL_SECONDS)
+            changed.clear()
+            for child in [child for child in children if child.role.has_ended()]:
+                children.remove(child)
+                seconds = time.monotonic() - child.started_at
+                _note_end(child, results, run_url(root, child.run.run_id), plan.wanted.target)
+                budget.note(child.run.arm, seconds)
+                results.add_seconds(child.run, seconds)
+                write_comparison(results, budget.dropped)
+                deadline = time.monotonic() + WAIT_SECONDS
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"no run has ended for {WAIT_SECONDS / 86_400:.0f} days; stopping all runs")
+    finally:
+        _stop([child.role for child in children])
 
 
-def run_to_target(
-    plan: Plan, run: PlannedRun, url: str, labels: Mapping[str, str], *, is_checked: bool = False
-) -> None:
-    """Train and evaluate a planned run until it has reached the target, is at its last step, or is drained.
+def _role_of(
+    plan: Plan, run: PlannedRun, root: str, labels: Mapping[str, str], changed: Event, *, is_checked: bool
+) -> Role:
+    """What carries out a planned run: a flow run of a deployment, or a thread."""
+    wanted = plan.wanted
+    parameters = {
+        "run_url": run_url(root, run.run_id),
+        "config": run.config.model_dump(mode="json"),
+        "labels": labels,
+        "target": wanted.target,
+        "rewards": plan.rewards_to_stop(),
+    }
+    if wanted.deployment:
+        return DeployedRole(wanted.deployment, parameters, "run", run.config.placement.max_restarts)
+    local = {**parameters, "is_checked": is_checked}
+    return LocalRole(lambda stop: run_here.submit(run.run_id, local, RunThread(stop, wanted.limit == 1)), changed)
 
-    url: of the run. labels, is_checked: see `run_arm`.
+
+@task(name="run", task_run_name="{name}", persist_result=False, cache_policy=NO_CACHE)
+def run_here(name: str, parameters: dict[str, Any], thread: RunThread) -> None:
+    """Carry out a run in this thread.
+
+    Only the subflows of a task are new in a retry; Prefect identifies others by their order, which may change.
     """
-    for enough_reward in plan.rewards_to_stop():
-        is_enough = run_arm.with_options(flow_run_name=run.run_id)(
-            url, run.config, plan.wanted.target, enough_reward, {**labels, "arm": run.arm}, is_checked
-        )
-        if not is_enough or is_complete(open_store(url), plan, run):  # not enough: at the last step, or drained
-            return
-        get_run_logger().info("%s: below the target at reward %.2f", run.run_id, enough_reward)
+    RUN_THREAD.set(thread)
+    compared_run.with_options(flow_run_name=name)(**parameters)
+
+
+def _note_end(child: _Child, results: Results, url: str, target: float) -> None:
+    run_id = child.run.run_id
+    try:
+        child.role.check()
+        if not is_complete(open_store(url), child.run.config, target):
+            results.failed[run_id] = "stopped before its end; the same command continues the run"
+    except Exception as error:  # noqa: BLE001 (whatever a run raises, the others go on)
+        get_run_logger().exception("%s failed", run_id)
+        results.failed[run_id] = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
+
+
+def _stop(roles: Sequence[Role]) -> None:
+    request_stop(roles)
+    deadline = time.monotonic() + STOP_SECONDS
+    while time.monotonic() < deadline and not all(role.has_ended() for role in roles):
+        time.sleep(_POLL_SECONDS / 4)
 
 
 def trimmed(budget: Budget, pending: Sequence[PlannedRun], num_arms: int) -> list[PlannedRun]:
@@ -169,15 +279,36 @@ def trimmed(budget: Budget, pending: Sequence[PlannedRun], num_arms: int) -> lis
 
 @flow(name="compared-run", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
 @described
-def run_arm(
-    url: str,
-    config: RunConfig,
-    target: float,
-    enough_reward: float,
-    labels: dict[str, str],
-    is_checked: bool = False,
+def compared_run(
+    run_url: Annotated[str, Field(description="Path or URL of the run.")],
+    config: Annotated[RunConfig, Field(description="The whole configuration of the run, as in run.json.")],
+    labels: Annotated[dict[str, str], Field(description="Tags of the run in MLflow.")] = {},  # noqa: B006 (see `seeds`)
+    target: Target = 0.0,
+    rewards: Annotated[
+        list[float],
+        Field(
+            description="With a target: training rewards at which the run is stopped and evaluated, one after the "
+            "other until the target is reached."
+        ),
+    ] = [],  # noqa: B006
+    is_checked: Annotated[bool, Field(description="The caller has checked the configuration.")] = False,
+) -> None:
+    """One run of a comparison or a sweep, which starts it; the same parameters continue the run."""
+    if not target:
+        train_opened(*open_at(run_url, config, labels, is_checked=is_checked))
+    for enough_reward in rewards if target else ():
+        is_enough = train_to(run_url, config, labels, target, enough_reward, is_checked=is_checked)
+        if not is_enough or is_complete(
+            open_store(run_url), config, target
+        ):  # not enough: at the last step, or drained
+            return
+        get_run_logger().info("below the target at reward %.2f", enough_reward)
+
+
+def train_to(
+    url: str, config: RunConfig, labels: Mapping[str, str], target: float, enough_reward: float, *, is_checked: bool
 ) -> bool:
-    """One run of a comparison: train until the mean reward of ten steps reaches `enough_reward`, evaluate, report.
+    """Train until the mean reward of ten steps reaches `enough_reward`, evaluate, report.
 
     Returns whether the reward has reached `enough_reward`. target: accuracy that two evaluated versions must reach;
     later versions are not evaluated. labels: MLflow tags. is_checked: the caller has checked the configuration.
@@ -190,7 +321,7 @@ def run_arm(
 
         if watch.committed_step < run.config.trainer.steps and not is_enough():
             run_roles(run, watch, evaluates=False, is_enough=is_enough)
-        roles = RunRoles(run)
+        roles = RunRoles(run, on_wait=watch.look)
         try:
             roles.evaluate("all", enough=target)
         finally:

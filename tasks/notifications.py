@@ -3,8 +3,8 @@
 | automation | when |
 |------------|------|
 | pipelinerl-alarm | a run reports a collapsed reward or no progress; the test event of `pipelinerl notify --test` |
-| pipelinerl-run-ended | a flow run of train or compare has a state of type Completed, Failed or Cancelled |
-| pipelinerl-not-resumed | a flow run of train or compare is Crashed, and has not started again after RESTART_TIME |
+| pipelinerl-run-ended | a flow run of train, compare or sweep is Completed, Failed or Cancelled |
+| pipelinerl-not-resumed | a flow run of these flows is Crashed, and has not started again after RESTART_TIME |
 
 pipelinerl-resume schedules most crashed flow runs again, and the runner and the worker may both report one crash.
 Therefore a crash itself sends no message.
@@ -42,7 +42,7 @@ MLFLOW_LABEL, REPORT_LABEL = "pipelinerl.mlflow", "pipelinerl.report"
 _LINKS = {"Run": URL_LABEL, "Page": PAGE_LABEL, "MLflow": MLFLOW_LABEL, "Report": REPORT_LABEL}
 
 _TOLD_FLOWS = ResourceSpecification(
-    {"prefect.resource.name": ["train", "compare"], "prefect.resource.role": ["flow"]}
+    {"prefect.resource.name": ["train", "compare", "sweep"], "prefect.resource.role": ["flow"]}
 )
 _ENDS = [StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED]
 _LATER_STATES = [*_ENDS, StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED]
@@ -97,8 +97,8 @@ def _alarm(blocks: Sequence[UUID]) -> Automation:
 def _run_ended(blocks: Sequence[UUID]) -> Automation:
     return Automation(
         name="pipelinerl-run-ended",
-        description="Sends a notification if a flow run of train or compare is completed, drained, failed, given up "
-        "or cancelled.",
+        description="Sends a notification if a flow run of train, compare or sweep is completed, drained, failed, "
+        "given up or cancelled.",
         trigger=EventTrigger(
             expect={"prefect.flow-run.*"},
             match=_in_state(_ENDS),
@@ -116,8 +116,8 @@ def _not_resumed(blocks: Sequence[UUID]) -> Automation:
     minutes = f"{RESTART_TIME.total_seconds() / 60:.0f} minutes"
     return Automation(
         name="pipelinerl-not-resumed",
-        description=f"Sends a notification if a flow run of train or compare has crashed and is not started again "
-        f"within {minutes}.",
+        description=f"Sends a notification if a flow run of train, compare or sweep has crashed and is not started "
+        f"again within {minutes}.",
         trigger=EventTrigger(
             after={_CRASHED},
             # With Crashed among the expected events, a further crash starts the time again.

@@ -10,6 +10,8 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
 from threading import Event
 from typing import Any, Protocol
 from uuid import UUID
@@ -57,6 +59,19 @@ _POLL_SECONDS = 0.5
 
 
 _ALIVE = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.PAUSED]
+
+
+@dataclass(frozen=True, slots=True)
+class RunThread:
+    """What the code that carries out a run in a thread, for a comparison or a sweep, needs from the main thread."""
+
+    stop: Event
+    """Set to stop the run: Ctrl-C interrupts the main thread only."""
+    is_alone: bool
+    """No other run may run in this process at the same time."""
+
+
+RUN_THREAD: ContextVar[RunThread | None] = ContextVar("run_thread", default=None)
 
 
 class Role(Protocol):
@@ -230,7 +245,9 @@ class DeployedRole:
 
     def _cancel(self) -> None:
         with get_client(sync_client=True) as client:
-            client.set_flow_run_state(self._id, Cancelling(message="the train flow has ended"))
+            client.set_flow_run_state(
+                self._id, Cancelling(message="the flow run that started this flow run has ended")
+            )
 
 
 class RunRoles:
@@ -352,9 +369,13 @@ class RunRoles:
             )
 
     def wait(self, seconds: float) -> None:
-        """Wait until a role of this host ends, at most `seconds`."""
+        """Wait until a role of this host ends, at most `seconds`. Raises KeyboardInterrupt, once, at a stop of the
+        comparison of the run."""
         self._changed.wait(seconds)
         self._changed.clear()
+        if (thread := RUN_THREAD.get()) is not None and thread.stop.is_set():
+            RUN_THREAD.set(None)
+            raise KeyboardInterrupt
         self._on_wait()
 
     def wait_until(self, condition_name: str, condition: Callable[[], bool], seconds: float) -> None:
@@ -388,10 +409,10 @@ class RunRoles:
         begun = time.monotonic()
         all_members = list(members.values())
         try:
-            _request_stop(workers)
+            request_stop(workers)
             self._await(workers, begun + WORKERS_SECONDS)
         finally:
-            _request_stop(all_members)
+            request_stop(all_members)
             self._await(all_members, begun + STOP_SECONDS)
         for name in members:  # an error of a stopped role no longer counts
             del self._members[name]
@@ -422,7 +443,7 @@ def _gibibytes(num_bytes: float) -> str:
     return f"{math.ceil(num_bytes / 2**30)}Gi"
 
 
-def _request_stop(members: list[Role]) -> None:
+def request_stop(members: Sequence[Role]) -> None:
     """Call `stop` of each member, also if an exception such as Ctrl-C interrupts one call."""
     with ExitStack() as stack:
         for member in reversed(members):

@@ -23,6 +23,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from pipelinerl.tasks.alarms import RUN_STALLED, Alarms
 from pipelinerl.tasks.drain_request import BY_STATE
 from pipelinerl.tasks.notifications import REPORT_LABEL, label_flow_run
+from pipelinerl.tasks.placement import RUN_THREAD
 from pipelinerl.tasks.suspension import LOOK_SECONDS, why_drain
 from pipelinerl_core.errors import DeadlineExceeded, MissingObject, StoreError
 from pipelinerl_core.models.paths import resolve_model_path
@@ -84,7 +85,9 @@ class RunWatch:
     def __init__(self, run: RunContext, tracker: RunTracker) -> None:
         """`tracker`: closed at the end of the context."""
         self._run = run
-        self._view = LiveView(None, run.config.trainer.steps)
+        thread = RUN_THREAD.get()
+        shares_terminal = thread is not None and not thread.is_alone
+        self._view = LiveView(None, run.config.trainer.steps, name=run.run_id if shares_terminal else "")
         self._follower = RunFollower(run.store)
         self._hub = HubWatch(run.store)
         self._alarms = Alarms(run.run_id)

@@ -32,6 +32,7 @@ from pipelinerl.flows.cli import (
     simulate,
     sql,
     status,
+    sweep,
     trace,
     train,
     trial,
@@ -62,6 +63,7 @@ COMMANDS = (
     accept_loss.accept_loss,
     evaluate.evaluate,
     export.export,
+    sweep.sweep,
     compare.compare,
     prepare.prepare,
     init.init,
@@ -89,7 +91,8 @@ app = typer.Typer(
     - `pipelinerl try rows.jsonl rewards.py:score` trains on your rows with your reward
     - `pipelinerl status latest` shows the progress of a run, `pipelinerl serve` pages of all runs
     - `pipelinerl resume latest` continues a run after a stop or a crash
-    - `pipelinerl compare` measures which settings reach an accuracy sooner
+    - `pipelinerl sweep` trains with several values of settings, `pipelinerl compare` measures which settings reach an
+      accuracy sooner
 
     Results go to stdout (`--json`: one JSON document), logs to stderr. Exit codes: 0 success, 1 failure, 2 bad input,
     4 the store does not answer, 5 training diverged.

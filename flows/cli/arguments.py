@@ -56,6 +56,15 @@ OlderThan = Annotated[
     str,
     typer.Option(metavar="AGE", help="Only runs whose newest commit, else whose start, is older: 90min, 12h, 30d."),
 ]
+Limit = Annotated[int, typer.Option(help="Most runs at the same time.")]
+Deployment = Annotated[
+    str,
+    typer.Option(
+        metavar="FLOW/NAME",
+        help="Prefect deployment that carries out each run on its work pool, for example compared-run/compared-run. "
+        "Default: this host.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Run = Annotated[
     str,

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from pipelinerl.flows.cli.arguments import Json, Overrides, Root
+from pipelinerl.flows.cli.arguments import Deployment, Json, Limit, Overrides, Root
 
 
 def compare(
@@ -17,20 +17,17 @@ def compare(
         str, typer.Option(metavar="FILE.toml", help="A file with the arms, each a table of settings.")
     ] = "",
     seeds: Annotated[str, typer.Option(help="Every arm runs once with each seed.")] = "0,1,2",
-    target: Annotated[float, typer.Option(help="Held-out accuracy to which the time is measured.")] = 0.5,
+    target: Annotated[
+        float, typer.Option(help="Held-out accuracy to which the time is measured; 0: runs of trainer.steps.")
+    ] = 0.5,
     margin: Annotated[
         float, typer.Option(help="A run stops if its training reward exceeds the target by this.")
     ] = 0.07,
-    rates: Annotated[
-        str,
-        typer.Option(
-            metavar="LR,LR,...",
-            help="Learning rates to try with every arm, on a seed that is not reported; each arm runs at its best.",
-        ),
-    ] = "",
     budget_minutes: Annotated[float, typer.Option(help="Seeds that do not fit are left out, the last first.")] = 50.0,
     reference: Annotated[str, typer.Option(help="Arm to compare the others with. Default: the first.")] = "",
     name: Annotated[str, typer.Option(help="Name of the comparison. Default: the preset.")] = "",
+    limit: Limit = 1,
+    deployment: Deployment = "",
     root: Root = "",
     as_json: Json = False,
 ) -> None:
@@ -44,8 +41,8 @@ def compare(
 
     Every arm runs with every seed. Ctrl-C stops the comparison; the same command continues it without repeating runs.
     """
-    from pipelinerl.flows.cli.comparing import arms_of, carry_out, parse_seeds, plan_tuned, show, split_source
-    from pipelinerl_core.comparison.plan import Wanted
+    from pipelinerl.flows.cli.comparing import arms_of, carry_out, show, split_source
+    from pipelinerl_core.comparison.plan import Wanted, parse_seeds, plan_comparison
 
     preset, settings = split_source(source, overrides or ())
     wanted = Wanted(
@@ -58,7 +55,7 @@ def compare(
         budget_minutes=budget_minutes,
         reference=reference,
         name=name,
+        limit=limit,
+        deployment=deployment,
     )
-    plan, tried = plan_tuned(wanted, rates, root)
-    document = carry_out(plan, root)
-    show({**document, "rates": tried} if tried else document, as_json=as_json)
+    show(carry_out(plan_comparison(wanted), root), as_json=as_json)

@@ -1,17 +1,15 @@
-"""Options, checks and output of `compare` and of the benchmark `learning`. Prefect is imported after the checks."""
+"""Shared by `compare`, `sweep` and the benchmark `learning`. Prefect is imported after the checks."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from pipelinerl.flows.cli.console import answer, say
-from pipelinerl_core.comparison.plan import Plan, Wanted, incomplete_runs, plan_comparison
+from pipelinerl_core.comparison.plan import Plan
 from pipelinerl_core.comparison.results import HTML_KEY
 from pipelinerl_core.comparison.table import markdown
-from pipelinerl_core.comparison.tuning import parse_rates, search_lines, tuned
 from pipelinerl_core.config.arm import Arm, parse_arm, read_arms
-from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.locate import root_url
-from pipelinerl_core.supervision.checks import check_all, space_lines
+from pipelinerl_core.supervision.checks import check_all
 
 
 def split_source(source: str, overrides: Sequence[str]) -> tuple[str, tuple[str, ...]]:
@@ -24,33 +22,12 @@ def arms_of(texts: Sequence[str], path: str) -> tuple[Arm, ...]:
     return (*(read_arms(path) if path else ()), *map(parse_arm, texts))
 
 
-def parse_seeds(text: str) -> tuple[int, ...]:
-    """Example: "0,1,2"."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(
-            f"--seeds {text}: set whole numbers separated by commas, for example --seeds 0,1,2"
-        ) from None
-
-
-def plan_tuned(wanted: Wanted, rates: str, root: str) -> tuple[Plan, list[str]]:
-    """The plan with every arm at its best learning rate of --rates, after the runs of the search, and what was tried.
-
-    rates: empty: the plan as wanted, and no lines.
-    """
-    plan = plan_comparison(wanted)
-    if not rates:
-        return plan, []
-    best, searches = tuned(wanted, parse_rates(rates), lambda search: carry_out(search, root))
-    return plan_comparison(best), search_lines(searches)
-
-
 def carry_out(plan: Plan, root: str) -> dict[str, Any]:
-    """Check the first run and run the flow, which checks every other run at its start; returns comparison.json."""
-    lines = check_all(plan.runs[0].config, root_url(root))
-    lines += space_lines([run.config for run in incomplete_runs(plan, root)], root_url(root))
-    for line in lines:
+    """Check the first run and run the flow, which checks every other run at its start; returns comparison.json.
+
+    With a deployment, the hosts of the runs check all of them.
+    """
+    for line in () if plan.wanted.deployment else check_all(plan.runs[0].config, root_url(root)):
         say(line)
     from pipelinerl.flows.cli.launch import run_comparison
 
@@ -60,4 +37,4 @@ def carry_out(plan: Plan, root: str) -> dict[str, Any]:
 def show(document: dict[str, Any], *, as_json: bool) -> None:
     """Print the result of a comparison."""
     page = f"{document['url'].removeprefix('file://')}/{HTML_KEY}"
-    answer(document, [markdown(document), "", *document.get("rates", ()), f"page: {page}"], as_json=as_json)
+    answer(document, [markdown(document), "", f"page: {page}"], as_json=as_json)

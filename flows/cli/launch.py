@@ -1,4 +1,4 @@
-"""Runs the train or compare flow for a command: starts a Prefect server if none is set, and handles signals."""
+"""Runs train, compare or sweep for a command: starts a Prefect server if none is set, and handles signals."""
 
 import os
 import signal
@@ -21,6 +21,7 @@ from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_se
 from pipelinerl.flows.cli.console import EXIT_INTERRUPTED, EXIT_TERMINATED, say
 from pipelinerl.flows.cli.local_server import local_server
 from pipelinerl.flows.compare_flow import compare, compare_runs
+from pipelinerl.flows.sweep_flow import sweep
 from pipelinerl.flows.train_flow import train, train_run
 from pipelinerl.tasks.outage import server_answers
 from pipelinerl_core.comparison.plan import Plan
@@ -70,24 +71,33 @@ def run_training(job: Job) -> dict[str, Any]:
 
 
 def run_comparison(plan: Plan, root: str) -> dict[str, Any]:
-    """Run the compare flow in this process for a plan whose first run was checked; returns comparison.json.
+    """Run the flow compare or sweep in this process for a plan whose first run was checked; returns comparison.json.
 
     After Ctrl-C or SIGTERM, raises SystemExit like run_training.
     """
     wanted, first = plan.wanted, plan.runs[0]
-    parameters = {
+    if wanted.deployment and not get_current_settings().api.url:
+        raise ConfigError("--deployment needs a Prefect server with workers. Set PREFECT_API_URL")
+    own = {
         "arms": {arm.name: list(arm.overrides) for arm in wanted.arms},
-        "preset": wanted.source,
         "overrides": wanted.overrides,
         "seeds": list(wanted.seeds),
-        "target": wanted.target,
         "margin": wanted.margin,
         "budget_minutes": wanted.budget_minutes,
         "reference": wanted.reference,
+    }
+    parameters = {
+        **({"grid": list(wanted.grid)} if wanted.grid else own),
+        "preset": wanted.source,
+        "target": wanted.target,
+        "limit": wanted.limit,
+        "deployment": wanted.deployment,
         "name": wanted.name,
         "root": root,
     }
-    flow = _with_body(compare, plan.name, lambda: compare_runs(plan, root, checked=first.run_id))
+    flow = _with_body(
+        sweep if wanted.grid else compare, plan.name, lambda: compare_runs(plan, root, checked=first.run_id)
+    )
 
     def say_how_to_continue() -> None:
         say("continue with the same command; finished runs are not repeated")

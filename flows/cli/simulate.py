@@ -71,10 +71,10 @@ def simulate(
     - `pipelinerl simulate latest placement.actors=3 --actor-speeds 1,1,0.5`
     - `pipelinerl simulate --paper`
     """
+    from pipelinerl_core.config.arm import parse_grid
     from pipelinerl_core.errors import ConfigError
     from pipelinerl_core.planning import what_if
     from pipelinerl_core.planning.case_study import case_study, case_study_lines
-    from pipelinerl_core.planning.sweep import parse_sweep
 
     if paper == bool(source):
         raise ConfigError("simulate needs a recorded run, for example `latest`, or a configuration, or --paper")
@@ -84,7 +84,7 @@ def simulate(
         answer(case_study(), case_study_lines(case_study()), as_json=as_json)
         return
     changes = overrides or []
-    keys = parse_sweep(sweeps or [])
+    keys = parse_grid(sweeps or [])
     recorded, chosen, config = _source(source, changes, root, calibrate=calibrate)
     if tool_seconds and turns == 1:
         raise ConfigError(f"--tool-seconds {tool_seconds:g} needs --turns of at least 2")

@@ -7,7 +7,7 @@ could start.
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,14 @@ MAX_OVERRUN_SHARE = 0.02
 
 RATIOS = ("time_to_target_seconds", "samples_to_target", "rollouts_per_second")
 """Figures that are divided by the figure of the reference arm."""
+# 97.5th percentile of Student's t distribution with 1, 2, ... degrees of freedom; with more, the last is on the safe
+# side.
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 # Name of a figure -> path in report.json.
 _FROM_REPORT = {
     "tokens_per_second": ("tokens_per_second",),
+    "reward_last": ("reward_last",),
     "ess_mean": ("ess_mean",),
     "lag_mean": ("lag", "mean"),
     "lag_max": ("lag", "max"),
@@ -145,20 +149,25 @@ def first_crossing(points: Sequence[tuple[float, float]], level: float) -> float
 
 
 def run_figures(run: ComparedRun, target: float) -> dict[str, float | None]:
-    """All figures of one run; None for an undefined figure."""
+    """All figures of one run; None for an undefined figure. target: 0: no target, and no figures of the target."""
     curve = learning_curve(run)
     seconds = active_seconds(run.commits)
     last = max(run.commits, default=0)
     samples = samples_by_step(run.commits)
+
+    def at_target(x_of: Callable[[EvaluatedVersion], float]) -> float | None:
+        return first_crossing([(x_of(point), point.accuracy) for point in curve], target) if target else None
+
     kl = [commit.metrics["importance/kl"] for commit in run.commits.values() if "importance/kl" in commit.metrics]
     return {
-        "time_to_target_seconds": first_crossing([(point.seconds, point.accuracy) for point in curve], target),
-        "samples_to_target": first_crossing([(float(point.samples), point.accuracy) for point in curve], target),
+        "time_to_target_seconds": at_target(lambda point: point.seconds),
+        "samples_to_target": at_target(lambda point: float(point.samples)),
         "samples_per_second": samples[last] / seconds[last] if seconds.get(last) else None,
         "rollouts_per_second": _steady_rate(samples, seconds),
         **step_costs(run.commits, seconds),
         **{key: _nested(run.report, path) for key, path in _FROM_REPORT.items()},
         "kl_mean": statistics.fmean(kl) if kl else None,
+        "last_accuracy": curve[-1].accuracy if curve else None,
         "best_accuracy": max((point.accuracy for point in curve), default=None),
         "steps": float(last),
         "seconds": seconds.get(last),
@@ -188,11 +197,16 @@ def step_costs(commits: Mapping[int, Commit], seconds: Mapping[int, float]) -> d
 
 
 def spread(by_seed: Mapping[int, float | None]) -> dict[str, Any]:
-    """Mean, sample standard deviation and range over the seeds with a value; std needs two values."""
+    """Mean, sample standard deviation and range over the seeds with a value; std needs two values.
+
+    half_width: of the 95 % confidence interval of the mean (Student's t); needs two values.
+    """
     values = [value for value in by_seed.values() if value is not None]
+    std = statistics.stdev(values) if len(values) > 1 else None
     return {
         "mean": statistics.fmean(values) if values else None,
-        "std": statistics.stdev(values) if len(values) > 1 else None,
+        "std": std,
+        "half_width": None if std is None else _T[min(len(values) - 1, len(_T)) - 1] * std / len(values) ** 0.5,
         "low": min(values, default=None),
         "high": max(values, default=None),
         "by_seed": {str(seed): value for seed, value in by_seed.items()},
@@ -208,6 +222,12 @@ def ratio(arm: Mapping[str, Any], other: Mapping[str, Any], figure: str) -> dict
     return spread(values)
 
 
+def difference(arm: Mapping[str, Any], other: Mapping[str, Any], figure: str) -> dict[str, Any]:
+    """Spread of arm - other, computed per seed; a seed that lacks one of the two values has no difference."""
+    pairs = {int(seed): (value, other[figure]["by_seed"].get(seed)) for seed, value in arm[figure]["by_seed"].items()}
+    return spread({seed: None if None in pair else pair[0] - pair[1] for seed, pair in pairs.items()})
+
+
 def counted_seeds(runs: Sequence[ComparedRun], arms: Sequence[str]) -> list[int]:
     """The seeds that all arms have run, so that all means use the same seeds; if there are none, the first seed."""
     seeds = list(dict.fromkeys(run.seed for run in runs))
@@ -219,8 +239,10 @@ def compare(runs: Sequence[ComparedRun], arms: Sequence[str], reference: str, ta
     """{"seeds", "emulated", "arms": {name: figures over seeds, over_reference, ...}, ...}, in the order of `arms`.
 
     over_reference: for RATIOS, an arm's figure divided by the figure of the reference arm. For the time to the
-    target, a ratio of 2 means that the reference arm needed half the time.
+    target, a ratio of 2 means that the reference arm needed half the time. minus_reference: the arm's last accuracy
+    minus that of the reference arm. An arm without a run, for example because all its runs failed, is left out.
     """
+    arms = [arm for arm in arms if any(run.arm == arm for run in runs)]
     seeds = counted_seeds(runs, arms)
     table: dict[str, dict[str, Any]] = {}
     for name in arms:
@@ -233,6 +255,7 @@ def compare(runs: Sequence[ComparedRun], arms: Sequence[str], reference: str, ta
     if reference in table:
         for entry in table.values():
             entry["over_reference"] = {key: ratio(entry, table[reference], key) for key in RATIOS}
+            entry["minus_reference"] = difference(entry, table[reference], "last_accuracy")
     return {
         "seeds": seeds,
         "emulated": any(run.is_emulated for run in runs),

@@ -16,10 +16,15 @@ class Budget:
         spent: Iterable[tuple[str, float]] = (),
         *,
         begun: Iterable[int] = (),
+        limit: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """spent: (arm, seconds) of runs of earlier commands; begun: the first seed, and seeds with a finished run."""
+        """spent: (arm, seconds) of runs of earlier commands; begun: the first seed, and seeds with a finished run.
+
+        limit: number of runs at the same time.
+        """
         self._clock = clock
+        self._limit = limit
         self._ends_at = clock() + seconds
         self._spent: dict[str, list[float]] = {}
         for arm, run_seconds in spent:
@@ -37,12 +42,16 @@ class Budget:
         self._spent.setdefault(arm, []).append(seconds)
 
     def expected_seconds(self, runs: Sequence[PlannedRun]) -> float | None:
-        """Estimated duration of `runs`: per run the mean of its arm, else of all arms; None without a known run."""
+        """Estimated duration of `runs`: per run the mean of its arm, else of all arms; None without a known run.
+
+        The runs that run already are not included.
+        """
         known = [seconds for spent in self._spent.values() for seconds in spent]
         if not known:
             return None
         usual = statistics.fmean(known)
-        return sum(statistics.fmean(self._spent[run.arm]) if run.arm in self._spent else usual for run in runs)
+        each = (statistics.fmean(self._spent[run.arm]) if run.arm in self._spent else usual for run in runs)
+        return sum(each) / min(self._limit, max(1, len(runs)))
 
     def trim(self, pending: Sequence[PlannedRun]) -> list[PlannedRun]:
         """The pending runs that fit into the remaining time; whole seeds that are not begun are left out, last first.

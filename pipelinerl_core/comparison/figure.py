@@ -21,6 +21,7 @@ NUM_COLOURS = 10
 _PANEL_WIDTH, _PANEL_HEIGHT = 520.0, 230.0  # the view box of charts.line_chart
 _GAP, _TITLE, _CAPTION = 24.0, 34.0, 18.0
 _LEGEND_ROW, _LEGEND_COLUMN = 20.0, 266.0
+_MARK, _CHARACTER = 18.0, 7.0
 _COLUMNS = 2
 # Width of the moving average over steps, because values of single steps are noisy.
 _SMOOTH_STEPS = 5
@@ -30,13 +31,17 @@ def figure(document: Mapping[str, Any], runs: Sequence[ComparedRun]) -> str:
     """comparison.svg."""
     arms = list(document["arms"])
     counted = [run for run in runs if run.seed in document["seeds"]]
+    samples = ("Accuracy against samples", _over_samples(arms, counted, document["target"]))
+    ends = ("Last accuracy of each arm", _ends(document["arms"]))
     panels = [
         ("Accuracy against wall clock", _over_time(arms, counted, document["target"])),
-        ("Accuracy against samples", _over_samples(arms, counted, document["target"])),
+        samples if document["target"] else ends,
+        ("Mean reward per step", _per_step("reward", "reward/mean", arms, counted)),
         ("Effective sample size per step", _per_step("ESS", "importance/ess", arms, counted)),
         ("Mean lag per step", _per_step("lag", "lag/mean", arms, counted)),
         ("KL between behaviour and current policy", _per_step("KL, nats", "importance/kl", arms, counted)),
     ]
+    panels = [(caption, panel) for caption, panel in panels if panel.startswith("<svg")]  # else there is no data
     width = _COLUMNS * _PANEL_WIDTH + (_COLUMNS - 1) * _GAP
     parts, legend_height = _legend(arms, width)
     top = _TITLE + legend_height
@@ -61,18 +66,21 @@ def figure(document: Mapping[str, Any], runs: Sequence[ComparedRun]) -> str:
 def figure_title(document: Mapping[str, Any]) -> str:
     """Name, target and seeds; mentions emulated accelerators."""
     emulated = f", {EMULATED}" if document["emulated"] else ""
-    return f"{document['name']}: target {document['target']:g}, {seeds_text(document)}{emulated}"
+    target = f"target {document['target']:g}, " if document["target"] else ""
+    return f"{document['name']}: {target}{seeds_text(document)}{emulated}"
 
 
 def _legend(arms: Sequence[str], width: float) -> tuple[list[str], float]:
     """SVG elements of the colours and names of the arms in rows, and the height of the rows."""
-    per_row = max(1, int(width // _LEGEND_COLUMN))
+    longest = max(map(len, arms), default=0)
+    column_width = max(_LEGEND_COLUMN, _MARK + _CHARACTER * longest)
+    per_row = max(1, int(width // column_width))
     parts = []
     for index, name in enumerate(arms):
         row, column = divmod(index, per_row)
-        x, y = column * _LEGEND_COLUMN, _TITLE + row * _LEGEND_ROW
+        x, y = column * column_width, _TITLE + row * _LEGEND_ROW
         parts.append(f'<rect class="fill {_css(index)}" x="{x:g}" y="{y:g}" width="12" height="12" rx="2"/>')
-        parts.append(f'<text class="legend" x="{x + 18:g}" y="{y + 10:g}">{escape(name)}</text>')
+        parts.append(f'<text class="legend" x="{x + _MARK:g}" y="{y + 10:g}">{escape(name)}</text>')
     return parts, -(-len(arms) // per_row) * _LEGEND_ROW + 10.0
 
 
@@ -107,8 +115,21 @@ def _accuracy(
             series += [Series(arm, list(curve.values()), _css(index), kind="faint") for curve in curves]
         series.append(Series(arm, _mean_points(curves), _css(index)))
     end = max((x for curve in series for x, _ in curve.points), default=1.0)
-    series.insert(0, Series("target", [(0.0, target), (end, target)], "target", kind="faint"))
+    if target:
+        series.insert(0, Series("target", [(0.0, target), (end, target)], "target", kind="faint"))
     return charts.line_chart(title, series, x_axis, Axis("accuracy"))
+
+
+def _ends(arms: Mapping[str, Mapping[str, Any]]) -> str:
+    """The last accuracy of each arm with its interval, in the order of the legend."""
+    series = []
+    for index, (arm, entry) in enumerate(arms.items()):
+        mean, half = entry["last_accuracy"]["mean"], entry["last_accuracy"]["half_width"]
+        if mean is not None:
+            interval = None if half is None else (mean - half, mean + half)
+            series.append(Series(arm, [(index + 1.0, mean)], _css(index), kind="ring", intervals=[interval]))
+    axis = Axis("arm, in the order of the legend", low=0.5, high=len(arms) + 0.5, is_whole=True)
+    return charts.line_chart("Last accuracy of each arm", series, axis, Axis("accuracy"))
 
 
 def _mean_points(curves: Sequence[Mapping[int, Point]]) -> list[Point]:

@@ -1,5 +1,6 @@
 """The MLflow run of a comparison: the parent of the MLflow runs of its arms and seeds."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,9 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.mlflow_run import NoTracker, RunTracker, source_tags
 from pipelinerl_core.telemetry.mlflow import MlflowTracker, tracking_uri
+
+_NO_METRIC_NAME = r"[^\w. -]"
+"""MLflow refuses other characters, such as the = of "learner.lr=1e-6", in names of metrics."""
 
 
 def open_comparison(
@@ -31,7 +35,7 @@ def log_comparison(tracker: RunTracker, store: ObjectStore, document: Mapping[st
     for name in (JSON_KEY, SVG_KEY, HTML_KEY):
         tracker.log_artifact(name, store.get(name))
     means = {
-        f"{arm}/{name}": entry["mean"]
+        f"{re.sub(_NO_METRIC_NAME, ' ', arm)}/{name}": entry["mean"]
         for arm, figures in document["arms"].items()
         for name, entry in figures.items()
         if isinstance(entry, Mapping) and isinstance(entry.get("mean"), int | float)

@@ -20,6 +20,7 @@ def page(document: Mapping[str, Any], figure: str) -> str:
         css=(_TEMPLATES / "report.css").read_text(encoding="utf-8"),
         lead=escape(lead(document)),
         notes="".join(f"<li>{escape(line)}</li>" for line in table.notes(document)),
+        caption=escape(table.caption(document)),
         table=_table(table.headers(document), table.rows(document)),
         figure=figure,
         runs="".join(_run_row(run, document["arms_settings"]) for run in document["runs"]),
@@ -27,8 +28,17 @@ def page(document: Mapping[str, Any], figure: str) -> str:
 
 
 def lead(document: Mapping[str, Any]) -> str:
-    """One sentence: the time to the target of every arm, divided by the time of the reference arm."""
+    """One sentence: the time to the target of every arm, divided by the time of the reference arm; without a target,
+    the arm with the highest last accuracy, or without evaluations the highest reward."""
     reference = document["reference"]
+    if not document["target"]:
+        for key, figure in (("last_accuracy", "last accuracy"), ("reward_last", "reward at the end")):
+            means = {name: entry[key]["mean"] for name, entry in document["arms"].items()}
+            if known := {name: mean for name, mean in means.items() if mean is not None}:
+                best = max(known, key=lambda name: known[name])
+                spread = table.with_interval(document["arms"][best][key], "{:.3f}")
+                return f"Highest {figure}: {best}, {spread}."
+        return "No run has ended."
     parts = []
     for name, entry in document["arms"].items():
         ratio = entry.get("over_reference", {}).get("time_to_target_seconds", {}).get("mean")
@@ -51,6 +61,7 @@ def _run_row(run: Mapping[str, Any], settings: Mapping[str, Sequence[str]]) -> s
         run["run_id"],
         _number(figures["steps"], "{:.0f}"),
         _number(figures["seconds"], "{:.0f}"),
+        _number(figures["last_accuracy"], "{:.3f}"),
         _number(figures["best_accuracy"], "{:.3f}"),
         " ".join(settings[run["arm"]]),
     ]

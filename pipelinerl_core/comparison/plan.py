@@ -1,4 +1,4 @@
-"""The plan of a comparison: its runs, their names, and which runs are complete.
+"""The plan of a comparison or a sweep: its runs, their names, and which runs are complete.
 
 A run is named <arm>-s<seed>-<digest of the run's configuration and of the library versions>, so that the same command
 finds the same runs, and a changed setting creates new runs.
@@ -7,6 +7,7 @@ finds the same runs, and a changed setting creates new runs.
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -14,7 +15,7 @@ from typing import Any
 
 from pipelinerl_core import __version__
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.config.arm import Arm, distinct
+from pipelinerl_core.config.arm import Arm, distinct, grid_arms, parse_grid
 from pipelinerl_core.config.mlflow_login import without_logins
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import ObjectStore
@@ -22,8 +23,9 @@ from pipelinerl_core.models.paths import builtin_recipe, seeded_path
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.evaluations import has_passed, next_to_evaluate
 from pipelinerl_core.run.follow import RunFollower
+from pipelinerl_core.run.history import is_complete as is_trained
 from pipelinerl_core.run.locate import plain_name, run_url
-from pipelinerl_core.run.records import REPORT_JSON_KEY, RUN_KEY
+from pipelinerl_core.run.records import REPORT_JSON_KEY, RUN_KEY, eval_key
 from pipelinerl_core.run.versions import durable_versions
 from pipelinerl_core.storage.object_store import open_store
 
@@ -33,15 +35,18 @@ _MORE = 0.05
 """A run that is below the target when it is stopped continues to a training reward that is higher by this."""
 _NEVER = 1e9
 """A training reward that no run reaches; finite, because Prefect stores it as JSON."""
+_MOST_NAME = 60
+"""Characters of an arm in the name of a run."""
 BUDGET_MINUTES = 50.0
-# Durable weights every few steps, so that accuracy can be measured after the run; the user's settings override this.
+# For runs to a target: durable weights every few steps, so that accuracy can be measured after the run; the user's
+# settings override this.
 _DEFAULTS = ("weights.durable_every=5", "weights.keep=0", "eval.subset=0", "eval.max_seconds=1800")
 _LIBRARIES = ("torch", "transformers", "tokenizers", "numpy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """The arguments of a comparison."""
+    """The arguments of a comparison or a sweep."""
 
     source: str
     """Preset or TOML file."""
@@ -50,13 +55,19 @@ class Wanted:
     """Settings that apply to all arms."""
     seeds: tuple[int, ...] = (0, 1, 2)
     target: float = 0.5
-    """Held-out accuracy; a comparison measures the time until each arm reaches the target."""
+    """Held-out accuracy; measures the time until each arm reaches the target. 0: each run ends at its last step."""
     margin: float = MARGIN
     budget_minutes: float = BUDGET_MINUTES
     reference: str = ""
     """Name of the arm that the other arms are compared with; empty: the first arm."""
     name: str = ""
     """Name of the comparison; empty: the name of the preset."""
+    grid: tuple[str, ...] = ()
+    """A sweep: the texts that the arms and the seeds come from."""
+    limit: int = 1
+    """Most runs at the same time."""
+    deployment: str = ""
+    """Prefect deployment that carries out each run; empty: the process of the flow run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,21 +100,26 @@ class Plan:
     def rewards_to_stop(self) -> list[float]:
         """Training rewards at which a run is stopped and evaluated, one after the other until it reaches the target.
 
-        No run reaches the last of them: such a run continues to its last step.
+        No run reaches the last of them: such a run continues to its last step. Empty without a target.
         """
+        if not self.wanted.target:
+            return []
         first = self.wanted.target + self.wanted.margin
         return [*(first + _MORE * more for more in range(math.ceil((1 - first) / _MORE))), _NEVER]
 
 
 def plan_comparison(wanted: Wanted) -> Plan:
     """Resolve and check every configuration. Raises ConfigError for the first wrong value."""
-    arms = distinct(Arm(arm.name, without_logins(arm.overrides)) for arm in wanted.arms)
+    least = 1 if wanted.grid else 2
+    arms = distinct((Arm(arm.name, without_logins(arm.overrides)) for arm in wanted.arms), least)
     wanted = replace(wanted, arms=arms, overrides=without_logins(wanted.overrides))
     reference = wanted.reference or arms[0].name
     if reference not in [arm.name for arm in arms]:
         raise ConfigError(f"--reference {reference}: no such arm; there are {', '.join(arm.name for arm in arms)}")
-    if not 0 < wanted.target <= 1:
+    if not 0 <= wanted.target <= 1:
         raise ConfigError(f"--target {wanted.target:g}: accuracy lies between 0 and 1. Set --target 0.5")
+    if wanted.limit < 1:
+        raise ConfigError(f"--limit {wanted.limit}: no run could start. Set --limit 1 or more")
     if wanted.margin < 0:
         raise ConfigError(f"--margin {wanted.margin:g}: runs would stop below the target. Set --margin to 0 or more")
     if not wanted.budget_minutes > 0:
@@ -121,22 +137,67 @@ def plan_comparison(wanted: Wanted) -> Plan:
     )
 
 
+def plan_sweep(
+    source: str,
+    grid: Sequence[str],
+    *,
+    overrides: Sequence[str] = (),
+    target: float = 0.0,
+    name: str = "",
+    limit: int = 1,
+    deployment: str = "",
+) -> Plan:
+    """The plan of a sweep. Raises ConfigError.
+
+    grid: texts "section.key=v1,v2": an arm for each combination; "seed=0,1,2" are the seeds of every arm. overrides:
+    further settings of all arms. The other arguments are those of `Wanted`.
+    """
+    keys = parse_grid(grid)
+    if all(len(values) == 1 for _, values in keys):
+        raise ConfigError("nothing to sweep: give several values, for example learner.lr=1e-6,3e-6 or seed=0,1,2")
+    shared = [f"{key}={values[0]}" for key, values in keys if len(values) == 1]
+    axes = [(key, values) for key, values in keys if len(values) > 1 and key != "seed"]
+    seeds = dict(keys).get("seed") or [str(load_config(source, [*overrides, *shared]).seed)]
+    wanted = Wanted(
+        source=source,
+        arms=grid_arms(axes) if axes else (Arm(plain_name(name or source), ()),),
+        overrides=(*overrides, *shared),
+        seeds=parse_seeds(",".join(seeds)),
+        target=target,
+        budget_minutes=math.inf,
+        name=name,
+        grid=tuple(grid),
+        limit=limit,
+        deployment=deployment,
+    )
+    return plan_comparison(wanted)
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """Example: "0,1,2". Raises ConfigError."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"seeds {text}: set whole numbers separated by commas, for example 0,1,2") from None
+
+
 def checked_seeds(seeds: Sequence[int]) -> Sequence[int]:
     """The seeds. Raises ConfigError if there is no seed, a duplicate or a negative seed."""
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
         given = ",".join(map(str, seeds))
-        raise ConfigError(f"--seeds {given}: give different whole numbers from 0, for example --seeds 0,1,2")
+        raise ConfigError(f"seeds {given}: give different whole numbers from 0, for example 0,1,2")
     return seeds
 
 
 def _resolved(wanted: Wanted, arm: Arm) -> RunConfig:
     """The configuration of an arm, before a seed is set."""
     try:
-        config = load_config(wanted.source, [*_DEFAULTS, *wanted.overrides, *arm.overrides])
+        defaults = _DEFAULTS if wanted.target else ()
+        config = load_config(wanted.source, [*defaults, *wanted.overrides, *arm.overrides])
         builtin_recipe(config.model.path)  # raises ConfigError for an unknown built-in model
     except ConfigError as error:
         raise ConfigError(f"arm {arm.name}: {error}") from None
-    if config.eval.num_prompts == 0:
+    if wanted.target and config.eval.num_prompts == 0:
         raise ConfigError(f"arm {arm.name}: eval.num_prompts=0, but arms are compared by accuracy. Set it to 1000")
     return config
 
@@ -145,7 +206,8 @@ def _planned(arm: str, config: RunConfig, seed: int) -> PlannedRun:
     """An arm with a seed; the seed decides prompts, sampling and the starting weights of a built-in model."""
     model = config.model.model_copy(update={"path": seeded_path(config.model.path, seed)})
     config = config.model_copy(update={"model": model, "seed": seed})
-    return PlannedRun(arm=arm, seed=seed, config=config, run_id=f"{arm}-s{seed}-{run_digest(config)}")
+    name = re.sub(r"[^A-Za-z0-9.-]+", "-", arm).strip(".-")[:_MOST_NAME] or "arm"
+    return PlannedRun(arm=arm, seed=seed, config=config, run_id=f"{name}-s{seed}-{run_digest(config)}")
 
 
 def run_digest(config: RunConfig) -> str:
@@ -165,23 +227,26 @@ def is_evaluated(follower: RunFollower, target: float) -> bool:
     return next_to_evaluate(durable_versions(follower.commits.values()), accuracies, target) is None
 
 
-def is_complete(store: ObjectStore, plan: Plan, run: PlannedRun) -> bool:
+def is_complete(store: ObjectStore, config: RunConfig, target: float) -> bool:
     """Whether a run has a report, and either has reached the target or is trained to its last step and evaluated."""
     if not store.exists(RUN_KEY) or not store.exists(REPORT_JSON_KEY):
         return False
+    steps = config.trainer.steps
+    if not target:
+        return is_trained(store, steps) and (config.eval.num_prompts == 0 or store.exists(eval_key(steps)))
     follower = RunFollower(store)
     follower.refresh()
     accuracies = {step: record.accuracy for step, record in follower.evals.items()}
-    if has_passed(accuracies, plan.wanted.target):
+    if has_passed(accuracies, target):
         return True
     last = follower.last
-    is_trained = last is not None and last.step >= run.config.trainer.steps
-    return is_trained and is_evaluated(follower, plan.wanted.target)
+    return last is not None and last.step >= steps and is_evaluated(follower, target)
 
 
 def incomplete_runs(plan: Plan, root: str) -> list[PlannedRun]:
     """The runs of the plan that are not complete, in order."""
-    return [run for run in plan.runs if not is_complete(open_store(run_url(root, run.run_id)), plan, run)]
+    target = plan.wanted.target
+    return [run for run in plan.runs if not is_complete(open_store(run_url(root, run.run_id)), run.config, target)]
 
 
 def names_of(runs: Iterable[PlannedRun]) -> list[str]:

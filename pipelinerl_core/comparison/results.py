@@ -97,7 +97,7 @@ class Results:
         """The records of a run; None if the run is not complete."""
         store = open_store(run_url(self._root, planned.run_id))
         if planned.run_id not in self._read:
-            if not store.exists(RUN_KEY) or not is_complete(store, self._plan, planned):
+            if not store.exists(RUN_KEY) or not is_complete(store, planned.config, self._plan.wanted.target):
                 return None
             follower = RunFollower(store)
             follower.refresh()

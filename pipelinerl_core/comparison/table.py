@@ -1,4 +1,4 @@
-"""The table of a comparison and its notes, for the terminal, Markdown and the page.
+"""The table of a comparison or a sweep and its notes, for the terminal, Markdown and the page.
 
 `document` is comparison.json throughout.
 """
@@ -16,6 +16,8 @@ Entry = Mapping[str, Any]
 def headers(document: Document) -> list[str]:
     """Names of the columns."""
     target, reference = document["target"], document["reference"]
+    if not target:
+        return ["arm", "last accuracy", "difference", "best accuracy", "reward at the end", "tokens/s", "seconds"]
     return [
         "arm",
         f"seconds to {target:g}",
@@ -35,7 +37,8 @@ def headers(document: Document) -> list[str]:
 
 def rows(document: Document) -> list[list[str]]:
     """One row per arm, in order."""
-    return [_row(name, entry) for name, entry in document["arms"].items()]
+    row = _row if document["target"] else _row_of_steps
+    return [row(name, entry) for name, entry in document["arms"].items()]
 
 
 def notes(document: Document) -> list[str]:
@@ -64,14 +67,24 @@ def notes(document: Document) -> list[str]:
 
 
 def markdown(document: Document) -> str:
-    """The table as means over seeds with standard deviations, ratios with ranges; then the notes."""
+    """The table, its caption and the notes."""
     names = headers(document)
     table = [names, ["---", *["---:"] * (len(names) - 1)], *rows(document)]
     lines = [f"| {' | '.join(row)} |" for row in table]
-    caption = f"{seeds_text(document).capitalize()}."
-    if len(document["seeds"]) > 1:
-        caption = f"{caption[:-1]}: mean ± standard deviation; ratios seed by seed, with their range."
-    return "\n".join([*lines, "", caption, *[f"{line}." for line in notes(document)]])
+    return "\n".join([*lines, "", caption(document), *[f"{line}." for line in notes(document)]])
+
+
+def caption(document: Document) -> str:
+    """What the table shows, as a sentence."""
+    seeds = seeds_text(document).capitalize()
+    if len(document["seeds"]) < 2:
+        return f"{seeds}."
+    if document["target"]:
+        return f"{seeds}: mean ± standard deviation; ratios seed by seed, with their range."
+    return (
+        f"{seeds}: mean ± half of the 95 % confidence interval (Student's t); difference: last accuracy minus that "
+        f"of {document['reference']}, seed by seed."
+    )
 
 
 def seeds_text(document: Document) -> str:
@@ -99,6 +112,19 @@ def _row(name: str, entry: Entry) -> list[str]:
     ]
 
 
+def _row_of_steps(name: str, entry: Entry) -> list[str]:
+    difference = entry.get("minus_reference")
+    return [
+        name,
+        with_interval(entry["last_accuracy"], "{:.3f}"),
+        with_interval(difference, "{:+.3f}") if difference else "-",
+        with_interval(entry["best_accuracy"], "{:.3f}"),
+        with_interval(entry["reward_last"], "{:.3f}"),
+        with_interval(entry["tokens_per_second"], "{:,.0f}"),
+        with_interval(entry["seconds"], "{:,.0f}"),
+    ]
+
+
 def ratio_text(spread: Entry) -> str:
     """Example: 1.82 (1.75 to 1.90)."""
     if spread["mean"] is None:
@@ -120,11 +146,16 @@ def _to_target(entry: Entry, figure: str, form: str) -> str:
     return text if num_reached == len(values) else f"{text} ({num_reached} of {len(values)} seeds)"
 
 
-def _with_std(spread: Entry, form: str) -> str:
+def _with_std(spread: Entry, form: str, deviation: str = "std") -> str:
     if spread["mean"] is None:
         return "-"
     text = form.format(spread["mean"])
-    return text if spread["std"] is None else f"{text} ± {form.format(spread['std'])}"
+    return text if spread[deviation] is None else f"{text} ± {form.replace('+', '').format(spread[deviation])}"
+
+
+def with_interval(spread: Entry, form: str) -> str:
+    """Mean and half of the 95 % interval. Example: 0.512 ± 0.034."""
+    return _with_std(spread, form, "half_width")
 
 
 def _mean(spread: Entry, form: Callable[[float], str]) -> str:

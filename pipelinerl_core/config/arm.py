@@ -1,17 +1,21 @@
-"""One arm of a comparison (a name and overrides), read from the command line or from a TOML file.
+"""One arm of a comparison (a name and overrides), read from the command line, from a TOML file or from a grid.
 
 On the command line: "conventional-4: schedule.kind=conventional schedule.steps_per_phase=4". In a TOML file a table:
 
     [conventional-4]
     schedule.kind = "conventional"
     schedule.steps_per_phase = 4
+
+A grid "learner.lr=1e-6,3e-6 loss.kind=grpo,dapo" has an arm for each combination of values.
 """
 
+import itertools
 import json
+import math
 import re
 import shlex
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,7 @@ from typing import Any
 from pipelinerl_core.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*")
+_MOST_SETTINGS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +55,54 @@ def read_arms(path: str) -> list[Arm]:
     return _parse_tables(path, file.read_text(encoding="utf-8"))
 
 
-def distinct(arms: Iterable[Arm]) -> tuple[Arm, ...]:
-    """The arms of a comparison. Raises ConfigError for fewer than two arms, or for two arms of the same name."""
+def parse_grid(texts: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """(key, values) of each `section.key=1,2,4`. Raises ConfigError.
+
+    A comma inside of quotes, brackets or braces belongs to a value.
+    """
+    keys: list[tuple[str, list[str]]] = []
+    for text in texts:
+        key, separator, given = text.partition("=")
+        values = _split_values(given)
+        if not key or not separator or not all(values) or key in dict(keys):
+            raise ConfigError(f"{text}: write section.key=1,2,4, each key once, and no empty value")
+        keys.append((key, values))
+    num = math.prod(len(values) for _, values in keys)
+    if num > _MOST_SETTINGS:
+        raise ConfigError(f"{num} combinations are more than {_MOST_SETTINGS}. Give fewer values")
+    return keys
+
+
+def _split_values(text: str) -> list[str]:
+    values, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        else:
+            depth += (character in "[{") - (character in "]}")
+        if character == "," and not quote and depth == 0:
+            values.append("")
+        else:
+            values[-1] += character
+    return values
+
+
+def grid_arms(keys: Iterable[tuple[str, Sequence[str]]]) -> tuple[Arm, ...]:
+    """An arm for each combination. Example: the arm "learner.lr=1e-6,loss.kind=grpo" with these two overrides."""
+    combinations = itertools.product(*([f"{key}={value}" for value in values] for key, values in keys))
+    return tuple(Arm(",".join(overrides), overrides) for overrides in combinations)
+
+
+def distinct(arms: Iterable[Arm], least: int = 2) -> tuple[Arm, ...]:
+    """The arms of a comparison. Raises ConfigError for fewer than `least` arms, or for two arms of the same name."""
     known: dict[str, Arm] = {}
     for arm in arms:
         if arm.name in known:
             raise ConfigError(f"two arms are named {arm.name}. Rename one of them")
         known[arm.name] = arm
-    if len(known) < 2:
+    if len(known) < least:
         raise ConfigError(
             'nothing to compare: give at least two arms, --arm "name: section.key=value", or --arms FILE.toml'
         )

@@ -16,7 +16,6 @@ from pipelinerl_core.planning.what_if import ROWS, checked, on_gpus
 from pipelinerl_core.report.charts import Axis, Series, as_file, line_chart
 
 _PROCESSES = 2
-_MOST_SETTINGS = 500
 _COLOURS = ("generate", "train", "swap", "held", "commit", "bad")
 """Classes of report.css."""
 
@@ -38,21 +37,6 @@ class Point:
         if self.prediction is None or self.config is None:
             return -math.inf
         return self.prediction.steps_per_second * _rollouts(self.config)
-
-
-def parse_sweep(texts: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """(key, values) of each `section.key=1,2,4`. Raises ConfigError."""
-    keys: list[tuple[str, list[str]]] = []
-    for text in texts:
-        key, separator, values = text.partition("=")
-        listed = [value for value in values.split(",") if value]
-        if not separator or not listed or key in dict(keys):
-            raise ConfigError(f"--sweep {text}: write section.key=1,2,4, each key once")
-        keys.append((key, listed))
-    num = math.prod(len(values) for _, values in keys)
-    if num > _MOST_SETTINGS:
-        raise ConfigError(f"--sweep: {num} combinations are more than {_MOST_SETTINGS}. Give fewer values")
-    return keys
 
 
 def sweep(

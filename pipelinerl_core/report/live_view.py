@@ -45,9 +45,13 @@ _SHOWN = ("reward/mean", "lag/mean", "importance/ess", "rollouts/max_versions")
 class LiveView:
     """Shows a live run. A context manager; call `update` after each reading of the run."""
 
-    def __init__(self, console: Console | None, total_steps: int) -> None:
-        """console: None is stderr. Without a terminal, the view is a plain line every 5 s."""
-        self._console = console or Console(stderr=True)
+    def __init__(self, console: Console | None, total_steps: int, *, name: str = "") -> None:
+        """console: None is stderr. Without a terminal, the view is a plain line every 5 s.
+
+        name: of the run, if this process shows several runs at the same time, in lines that begin with the names.
+        """
+        self._console = console or Console(stderr=True, force_terminal=False if name else None)
+        self._prefix = f"{name}: " if name else ""
         self._total_steps = total_steps
         self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False)
         self._marks = spark_marks(self._console.encoding)
@@ -80,7 +84,7 @@ class LiveView:
             sparklines = sparkline(rewards, self._marks), sparkline(accuracies, self._marks)
             self._live.update(_panel(status, *sparklines), refresh=True)
             return
-        self._newest = status_line(status)
+        self._newest = f"{self._prefix}{status_line(status)}"
         # Within a step little changes but the speed; before the first step, each line tells of progress.
         wait = _LINE_SECONDS if status["step"] != self._printed_step or not status["step"] else _SAME_STEP_SECONDS
         if self._newest != self._printed and time.monotonic() - self._printed_at >= wait:

@@ -27,7 +27,8 @@ COMPARE = ("compare", *ARMS, *TINY, "--target", "0.1", "--margin", "0")
 FIGURES = {
     "time_to_target_seconds", "samples_to_target", "samples_per_second", "rollouts_per_second", "tokens_per_second",
     "ess_mean", "lag_mean", "lag_max", "kl_mean", "trainer_idle_fraction", "actor_idle_fraction", "best_accuracy",
-    "steps", "seconds", "emulated", "over_reference", "step_seconds", "engine_cpu_seconds", "trainer_cpu_seconds",
+    "last_accuracy", "reward_last", "steps", "seconds", "emulated", "over_reference", "minus_reference",
+    "step_seconds", "engine_cpu_seconds", "trainer_cpu_seconds",
 }  # fmt: skip
 
 
@@ -97,6 +98,33 @@ def test_a_comparison_survives_ctrl_c_stops_early_and_finds_its_runs_again(tmp_p
     directory = Path(document["url"].removeprefix("file://"))
     assert json.loads((directory / "comparison.json").read_text()) == document
     assert "<svg" in (directory / "comparison.html").read_text()
+
+
+def test_runs_of_a_sweep_run_two_at_a_time_stop_with_ctrl_c_and_are_continued(tmp_path, prepared_model):
+    sweep = ("sweep", "quickstart", "learner.lr=1e-4,1e-3", f"model.path={prepared_model}", "--limit", "2")
+    tiny = ("trainer.groups_per_step=4", "engine.concurrency=16", "eval.num_prompts=20", "trainer.steps=3")
+
+    def num_committed() -> int:
+        return len(list(tmp_path.glob("*/commits/00000000.*")))
+
+    started = start(tmp_path, *sweep, *tiny, "seed=0")
+    wait_for(lambda: num_committed() == 2, "two runs at the same time", START_SECONDS, process=started)
+    assert not list(tmp_path.glob("*/report.json"))
+    pids = children(started)
+    started.send_signal(signal.SIGINT)
+    assert started.wait(90) == 130
+    wait_for(lambda: not left_over(tmp_path, pids), "the end of every child", 10)
+
+    document = finished(start(tmp_path, *sweep, *tiny, "seed=0"), tmp_path)
+    first = [(run["arm"], run["run_id"]) for run in document["runs"]]
+    assert [arm for arm, _ in first] == ["learner.lr=1e-4", "learner.lr=1e-3"]
+    assert {len(run["curve"]) for run in document["runs"]} <= {2, 3, 4}, "evaluated first, last and between"
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/commits/*")}
+    more = finished(start(tmp_path, *sweep, *tiny, "seed=0,1"), tmp_path)
+    assert "4 runs, 2 of them already done" in (tmp_path / "stderr.txt").read_text()
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert (more["url"], more["seeds"], len(more["runs"])) == (document["url"], [0, 1], 4)
+    assert more["arms"]["learner.lr=1e-3"]["minus_reference"]["half_width"] is not None
 
 
 @pytest.mark.campaign

@@ -106,10 +106,16 @@ def test_a_run_without_steps_has_no_figures_but_does_no_harm():
 
 def test_spread_over_seeds():
     assert spread({0: 2.0, 1: 4.0}) == {
-        "mean": 3.0, "std": pytest.approx(2**0.5), "low": 2.0, "high": 4.0, "by_seed": {"0": 2.0, "1": 4.0},
+        "mean": 3.0, "std": pytest.approx(2**0.5), "half_width": pytest.approx(12.706), "low": 2.0, "high": 4.0,
+        "by_seed": {"0": 2.0, "1": 4.0},
     }  # fmt: skip
     figures = spread({0: 2.0, 1: None})
-    assert (figures["mean"], figures["std"]) == (2.0, None)
+    assert (figures["mean"], figures["std"], figures["half_width"]) == (2.0, None, None)
+    # t of 2 degrees of freedom is 4.303; of 19, the factor of 10 degrees: 2.228
+    assert spread({0: 1.0, 1: 2.0, 2: 3.0})["half_width"] == pytest.approx(4.303 / 3**0.5)
+    assert spread({seed: seed % 2 for seed in range(20)})["half_width"] == pytest.approx(
+        2.228 * 0.513 / 20**0.5, 1e-3
+    )
     assert spread({0: None})["mean"] is None
 
 
@@ -164,6 +170,41 @@ def test_the_table_has_the_best_accuracy_and_says_that_one_seed_may_be_chance():
     assert {row[place] for row in table.rows(document)} == {"0.700"}
     assert "may be chance" not in table.markdown(document)
     assert "one seed: a difference may be chance" in table.markdown({**document, "seeds": [0]})
+
+
+def test_without_a_target_the_table_compares_accuracies_at_the_last_step():
+    ends = {"lr=1": (0.5, 0.7), "lr=2": (0.6, 0.9)}
+    runs = [
+        make_run(arm, seed, commits_at(0, 6, 12), {0: 0.3, 1: 0.95, 2: pair[seed]}, report={"reward_last": 0.25})
+        for arm, pair in ends.items()
+        for seed in (0, 1)
+    ]
+    document, _ = example(target=0.0, reference="lr=1", **compare(runs, [*ends, "lr=3"], "lr=1", 0.0))
+    assert document["seeds"] == [0, 1], "an arm without a run takes no seed from the others"
+    first, second = (entry for entry in document["arms"].values())
+    assert first["last_accuracy"]["mean"] == pytest.approx(0.6)
+    assert second["minus_reference"]["by_seed"] == {"0": pytest.approx(0.1), "1": pytest.approx(0.2)}
+    assert second["time_to_target_seconds"]["mean"] is None
+    text = table.markdown(document)
+    assert "| lr=2 | 0.750 ± 1.906 | +0.150 ± 0.635 | 0.950 ± 0.000 | 0.250 ± 0.000 | - | 12 ± 0 |" in text
+    assert "half of the 95 % confidence interval" in text
+    svg = figure(document, runs)
+    assert svg.count('class="ring arm') == 2, "a point for each arm"
+    assert "target" not in svg.partition("</style>")[2]
+    assert "Highest last accuracy: lr=2, 0.750 ± 1.906." in page({**document, "runs": []}, svg)
+
+
+def test_a_sweep_without_evaluations_compares_rewards_and_has_no_panels_of_accuracy():
+    runs = [
+        make_run(arm, 0, commits_at(0, 6, 12), {}, report={"reward_last": reward})
+        for arm, reward in (("a", 0.2), ("b", 0.4))
+    ]
+    document, _ = example(target=0.0, reference="a", **compare(runs, ["a", "b"], "a", 0.0))
+    svg = figure(document, runs)
+    assert "Accuracy" not in svg
+    assert "Effective sample size" in svg
+    assert "<p " not in svg, "HTML would end the figure"
+    assert "Highest reward at the end: b, 0.400." in page({**document, "runs": []}, svg)
 
 
 def test_emulation_is_said_in_table_figure_and_page():

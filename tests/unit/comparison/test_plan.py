@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pipelinerl_core.comparison.budget import Budget, dropped_lines
-from pipelinerl_core.comparison.plan import Wanted, incomplete_runs, is_complete, plan_comparison
+from pipelinerl_core.comparison.plan import Wanted, incomplete_runs, is_complete, plan_comparison, plan_sweep
 from pipelinerl_core.comparison.results import HTML_KEY, JSON_KEY, SVG_KEY, Results
 from pipelinerl_core.config.arm import Arm
 from pipelinerl_core.errors import ConfigError
@@ -72,10 +72,11 @@ def test_weights_are_kept_often_enough_unless_the_user_says_otherwise():
             {"arms": (ARMS[0], Arm("b", ("engine.kvs=keep",)))},
             "arm b: engine.kvs: no such key; did you mean engine.kv",
         ),
-        ({"seeds": ()}, "--seeds"),
-        ({"seeds": (1, 1)}, "--seeds 1,1"),
-        ({"seeds": (-1,)}, "--seeds -1"),
-        ({"target": 0.0}, "--target 0"),
+        ({"seeds": ()}, "seeds"),
+        ({"seeds": (1, 1)}, "seeds 1,1"),
+        ({"seeds": (-1,)}, "seeds -1"),
+        ({"target": -0.1}, "--target -0.1"),
+        ({"limit": 0}, "--limit 0"),
         ({"target": 1.1}, "--target 1.1"),
         ({"margin": -0.1}, "--margin -0.1"),
         ({"budget_minutes": 0.0}, "--budget-minutes 0"),
@@ -87,6 +88,50 @@ def test_weights_are_kept_often_enough_unless_the_user_says_otherwise():
 def test_bad_input_is_refused_by_name(changes, word):
     with pytest.raises(ConfigError, match=word):
         plan_of(**changes)
+
+
+def test_a_sweep_has_a_run_for_each_combination_and_each_seed():
+    plan = plan_sweep("quickstart", ["learner.lr=1e-6,3e-6", "seed=0,2", "trainer.steps=4"], limit=2)
+    assert [(run.arm, run.seed) for run in plan.runs] == [
+        ("learner.lr=1e-6", 0), ("learner.lr=3e-6", 0), ("learner.lr=1e-6", 2), ("learner.lr=3e-6", 2),
+    ]  # fmt: skip
+    assert [run.config.learner.lr for run in plan.runs] == [1e-6, 3e-6] * 2
+    assert {run.config.trainer.steps for run in plan.runs} == {4}
+    assert plan.runs[0].run_id.startswith("learner.lr-1e-6-s0-"), "a name for a directory"
+    assert plan.rewards_to_stop() == [], "each run ends at its last step"
+    more = plan_sweep("quickstart", ["trainer.steps=4", "learner.lr=1e-6,3e-6", "seed=0,1,2"])
+    assert more.key == plan.key, "more seeds extend a sweep"
+    assert {run.run_id for run in plan.runs} < {run.run_id for run in more.runs}
+
+
+def test_a_sweep_without_seeds_has_that_of_the_configuration_and_one_of_seeds_alone_has_one_arm():
+    two = plan_sweep("quickstart", ["learner.lr=1e-6,3e-6", "loss.kind=grpo,dapo"], overrides=["seed=7"])
+    assert {run.seed for run in two.runs} == {7}
+    assert two.reference == "learner.lr=1e-6,loss.kind=grpo"
+    assert len({run.run_id for run in two.runs}) == 4
+    assert [run.arm for run in plan_sweep("quickstart", ["seed=1,2"]).runs] == ["quickstart"] * 2
+
+
+def test_without_a_target_a_run_is_done_with_its_last_evaluation_and_report(tmp_path):
+    planned = plan_sweep("quickstart", ["seed=0,1", "trainer.steps=4"]).runs[0]
+    store = write_run(tmp_path, planned, rewards=[0.1] * 4, accuracies={0: 0.2, 2: 0.9, 3: 0.9})
+    assert not is_complete(store, planned.config, 0.0)
+    assert is_complete(write_run(tmp_path, planned, rewards=[], accuracies={4: 0.2}), planned.config, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("grid", "word"),
+    [
+        (["learner.lr=1e-6"], "nothing to sweep"),
+        (["learner.lr=1e-6,1e-6"], "two arms are named learner.lr=1e-6"),
+        (["learner.lr=1e-6,"], "no empty value"),
+        (["learner.lrs=1,2"], "arm learner.lrs=1: learner.lrs: no such key"),
+        (["seed=0,a"], "seeds 0,a"),
+    ],
+)
+def test_a_wrong_grid_is_refused_by_name(grid, word):
+    with pytest.raises(ConfigError, match=word):
+        plan_sweep("quickstart", grid)
 
 
 # ---- which runs are done ----------------------------------------------------------------------------------------
@@ -114,14 +159,14 @@ def test_a_run_is_done_when_trained_evaluated_and_reported(tmp_path):
     planned = plan.runs[0]
     assert len(incomplete_runs(plan, str(tmp_path))) == 2
     store = write_run(tmp_path, planned, rewards=[0.1] * 3, accuracies={0: 0.2, 1: 0.2, 2: 0.2, 3: 0.2})
-    assert not is_complete(store, plan, planned), "three steps of four"
+    assert not is_complete(store, planned.config, 0.5), "three steps of four"
     store = write_run(tmp_path, planned, rewards=[0.1] * 4, accuracies={0: 0.2, 1: 0.2})
-    assert not is_complete(store, plan, planned), "versions 3 and 4 are not evaluated"
+    assert not is_complete(store, planned.config, 0.5), "versions 3 and 4 are not evaluated"
     write_run(tmp_path, planned, rewards=[0.1] * 4, accuracies={4: 0.3})
-    assert is_complete(store, plan, planned)
+    assert is_complete(store, planned.config, 0.5)
     assert [run.arm for run in incomplete_runs(plan, str(tmp_path))] == ["drain"]
     store.delete([REPORT_JSON_KEY])
-    assert not is_complete(store, plan, planned)
+    assert not is_complete(store, planned.config, 0.5)
 
 
 def test_a_run_that_was_stopped_past_the_target_is_done_for_that_target_alone(tmp_path):
@@ -129,14 +174,14 @@ def test_a_run_that_was_stopped_past_the_target_is_done_for_that_target_alone(tm
     plan = plan_of(**settings, target=0.5)
     rewards, accuracies = [0.3, *[0.61] * 10], {version: 0.1 * version for version in range(7)}
     store = write_run(tmp_path, plan.runs[0], rewards=rewards, accuracies=accuracies)
-    assert is_complete(store, plan, plan.runs[0])
-    assert not is_complete(store, plan_of(**settings, target=0.6), plan.runs[0])
+    assert is_complete(store, plan.runs[0].config, 0.5)
+    assert not is_complete(store, plan.runs[0].config, 0.6)
 
 
 def test_a_run_that_was_stopped_below_the_target_is_not_done_and_continues_to_a_higher_reward(tmp_path):
     plan = plan_of(seeds=(0,), overrides=("trainer.steps=50",), target=0.5)
     store = write_run(tmp_path, plan.runs[0], rewards=[0.61] * 10, accuracies=dict.fromkeys(range(11), 0.4))
-    assert not is_complete(store, plan, plan.runs[0])
+    assert not is_complete(store, plan.runs[0].config, 0.5)
     rewards = plan.rewards_to_stop()
     assert rewards[:3] == pytest.approx([0.57, 0.62, 0.67])
     assert rewards[-2] < 1 < rewards[-1], "at last every run continues to its last step"
@@ -145,7 +190,7 @@ def test_a_run_that_was_stopped_below_the_target_is_not_done_and_continues_to_a_
 def test_a_run_with_two_versions_past_the_target_is_done_whatever_its_training_reward(tmp_path):
     plan = plan_of(seeds=(0,), overrides=("trainer.steps=50",), target=0.5)
     store = write_run(tmp_path, plan.runs[0], rewards=[0.3] * 4, accuracies={1: 0.2, 2: 0.5, 3: 0.4, 4: 0.6})
-    assert is_complete(store, plan, plan.runs[0])
+    assert is_complete(store, plan.runs[0].config, 0.5)
 
 
 def test_the_result_is_written_from_finished_runs_and_remembers_how_long_runs_took(tmp_path):
@@ -170,9 +215,9 @@ def test_the_result_is_written_from_finished_runs_and_remembers_how_long_runs_to
 # ---- budget -----------------------------------------------------------------------------------------------------
 
 
-def budget_of(seconds, *, spent=(), begun=(0,)):
+def budget_of(seconds, *, spent=(), begun=(0,), limit=1):
     clock = ManualClock()
-    return Budget(seconds, spent, begun=begun, clock=clock), clock
+    return Budget(seconds, spent, begun=begun, limit=limit, clock=clock), clock
 
 
 def test_without_an_earlier_run_everything_is_begun():
@@ -188,6 +233,7 @@ def test_an_arm_is_expected_to_take_its_mean_time_and_a_new_arm_the_mean_of_all(
     assert budget.expected_seconds([keep, drain]) == 110 + 110
     budget.note("drain", 20)
     assert budget.expected_seconds([keep, drain]) == 110 + 20
+    assert budget_of(1000, spent=[("keep", 100)], limit=2)[0].expected_seconds([keep, drain]) == 100
 
 
 def test_whole_seeds_are_left_out_from_the_last():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipelinerl_core.config.arm import Arm, distinct, parse_arm, read_arms
+from pipelinerl_core.config.arm import Arm, distinct, grid_arms, parse_arm, parse_grid, read_arms
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.resolve import load_config
 
@@ -42,6 +42,15 @@ def test_a_file_without_arms_is_refused(tmp_path, text, word):
     path.write_text(text)
     with pytest.raises(ConfigError, match=word):
         read_arms(str(path))
+
+
+def test_a_grid_has_an_arm_for_each_combination_and_a_value_keeps_its_own_commas():
+    keys = parse_grid(["loss.kind=grpo,dapo", "prompts.lengths=[2,3],[[4],5]", "tracking.notes='a,b',\"c,[\""])
+    assert keys[1:] == [("prompts.lengths", ["[2,3]", "[[4],5]"]), ("tracking.notes", ["'a,b'", '"c,["'])]
+    arms = grid_arms(keys[:2])
+    assert [arm.overrides for arm in arms][1] == ("loss.kind=grpo", "prompts.lengths=[[4],5]")
+    assert len(arms) == 4
+    assert load_config("quickstart", [arms[0].overrides[1]]).prompts.lengths == (2, 3)
 
 
 def test_a_comparison_needs_two_arms_of_different_names():

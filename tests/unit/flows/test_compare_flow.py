@@ -1,13 +1,17 @@
-"""How long a planned run of a comparison continues."""
+"""How long a planned run of a comparison continues, and how many runs of a sweep run at the same time."""
 
-from types import SimpleNamespace
+from threading import Event
 from unittest.mock import MagicMock
 
 import pytest
 
 from pipelinerl.flows import compare_flow
-from pipelinerl_core.comparison.plan import Wanted, plan_comparison
+from pipelinerl.tasks.placement import RUN_THREAD, RunRoles, RunThread
+from pipelinerl_core.comparison.plan import Wanted, plan_comparison, plan_sweep
+from pipelinerl_core.comparison.results import Results
 from pipelinerl_core.config.arm import Arm
+from pipelinerl_core.errors import PipelineRLError
+from pipelinerl_core.supervision import checks
 
 ARMS = (Arm("keep", ("engine.kv=keep",)), Arm("drain", ("engine.kv=drain",)))
 
@@ -25,12 +29,106 @@ def test_a_run_that_was_stopped_below_the_target_is_continued(monkeypatch, reach
     plan = plan_comparison(Wanted(source="quickstart", arms=ARMS, target=0.5, seeds=(0,)))
     tried, answers, done = [], iter(reached), iter(completed)
 
-    def run_arm(url, config, target, enough_reward, labels, is_checked):
+    def train_to(url, config, labels, target, enough_reward, *, is_checked):
         tried.append(enough_reward)
         return next(answers)
 
-    monkeypatch.setattr(compare_flow, "run_arm", SimpleNamespace(with_options=lambda **_: run_arm))
+    monkeypatch.setattr(compare_flow, "train_to", train_to)
     monkeypatch.setattr(compare_flow, "is_complete", lambda *_: next(done))
     monkeypatch.setattr(compare_flow, "get_run_logger", MagicMock())
-    compare_flow.run_to_target(plan, plan.runs[0], "memory://r", {})
+    compare_flow.compared_run.fn("memory://r", plan.runs[0].config, {}, 0.5, plan.rewards_to_stop())
     assert tried == pytest.approx(levels)
+
+
+class Runs:
+    """In place of processes: each run ends at the third look, with the error that its name has."""
+
+    def __init__(self, errors):
+        self.errors, self.running, self.most, self.started, self.stopped = errors, {}, 0, [], []
+
+    def role(self, plan, run, *_, **__):
+        role = MagicMock()
+        role.begin = lambda: self.begin(run.run_id)
+        role.has_ended = lambda: self.look(run.run_id)
+        role.stop = lambda: self.stopped.append(self.running.pop(run.run_id, None))
+        role.check.side_effect = self.errors.get(run.arm)
+        return role
+
+    def begin(self, run_id):
+        self.started.append(run_id)
+        self.running[run_id] = 0
+        self.most = max(self.most, len(self.running))
+
+    def look(self, run_id):
+        if run_id not in self.running:
+            return True
+        self.running[run_id] += 1
+        if self.running[run_id] < 3:
+            return False
+        del self.running[run_id]
+        return True
+
+
+@pytest.fixture
+def carry_out(monkeypatch, tmp_path):
+    """Carries out six runs, two at a time; returns the results, the runs and the lines of the log."""
+    logger = MagicMock()
+    monkeypatch.setattr(compare_flow, "get_run_logger", lambda: logger)
+    monkeypatch.setattr(compare_flow, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(compare_flow, "write_comparison", lambda results, dropped: results.write(dropped))
+    monkeypatch.setattr(compare_flow, "is_complete", lambda *_: True)
+
+    def start(**errors):
+        runs = Runs({f"learner.lr={rate}": error for rate, error in errors.items()})
+        monkeypatch.setattr(compare_flow, "_role_of", runs.role)
+        plan = plan_sweep("quickstart", ["learner.lr=1,2,3", "seed=0,1"], limit=2)
+        results = Results(plan, str(tmp_path))
+        try:
+            compare_flow.run_all(plan, results, str(tmp_path), {})
+        except KeyboardInterrupt:
+            results.failed["all"] = "interrupted"
+        return results, runs, [call.args for call in logger.warning.mock_calls]
+
+    return start
+
+
+def test_never_more_runs_than_the_limit_and_a_failed_run_does_not_end_the_others(carry_out):
+    errors = {"2": ValueError("bad"), "3": PipelineRLError("the trainer ended\nlog")}
+    results, runs, _ = carry_out(**errors)
+    assert (runs.most, len(set(runs.started)), runs.running) == (2, 6, {})
+    reasons = sorted(results.failed.values())
+    assert reasons == ["PipelineRLError: the trainer ended"] * 2 + ["ValueError: bad"] * 2
+
+
+def test_an_interrupt_stops_the_runs_that_run(carry_out):
+    results, runs, _ = carry_out(**{"1": KeyboardInterrupt()})
+    assert results.failed == {"all": "interrupted"}
+    assert runs.running == {}
+    assert len(runs.started) < 6
+
+
+def test_a_run_that_was_drained_has_no_result_and_is_named(carry_out, monkeypatch):
+    monkeypatch.setattr(compare_flow, "is_complete", lambda *_: False)
+    results, _, _ = carry_out()
+    assert set(results.failed.values()) == {"stopped before its end; the same command continues the run"}
+
+
+def test_the_warning_about_the_disk_counts_every_run_that_is_missing(carry_out, monkeypatch):
+    monkeypatch.setattr(checks, "model_size", lambda path: 1_000_000_000)
+    monkeypatch.setattr(checks, "_free", lambda directory: 5_000_000_000)
+    _, _, ((_, line),) = carry_out()
+    assert "5.0 GB free, but 6 runs need up to" in line
+
+
+def test_a_stop_interrupts_the_waits_of_a_run_once(monkeypatch):
+    roles = RunRoles(MagicMock())
+    stop = Event()
+    token = RUN_THREAD.set(RunThread(stop, is_alone=False))
+    try:
+        roles.wait(0)
+        stop.set()
+        with pytest.raises(KeyboardInterrupt):
+            roles.wait(0)
+        roles.wait(0)  # while its roles stop
+    finally:
+        RUN_THREAD.reset(token)

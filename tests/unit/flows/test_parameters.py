@@ -4,16 +4,19 @@ import re
 from typing import get_args
 
 import pytest
+from prefect.utilities.schema_tools import validate as check_schema
 from pydantic import ValidationError
 
 from pipelinerl.flows.actor_flow import actor
-from pipelinerl.flows.compare_flow import compare
+from pipelinerl.flows.compare_flow import compare, compared_run
 from pipelinerl.flows.evaluate_flow import evaluate
 from pipelinerl.flows.parameters import KEYS, Settings
 from pipelinerl.flows.replay_flow import replay
+from pipelinerl.flows.sweep_flow import sweep
 from pipelinerl.flows.train_flow import train
 from pipelinerl.flows.trainer_flow import trainer
 from pipelinerl_core.algo.losses import LOSSES
+from pipelinerl_core.comparison.plan import plan_sweep
 from pipelinerl_core.config.load import fields, known_keys, preset_names
 from pipelinerl_core.engine.load import ENGINES
 from pipelinerl_core.ledger.schedules import SCHEDULES
@@ -26,6 +29,11 @@ EXAMPLES = {
     "experiment": "study", "chat_template": True, "gpu": "H100", "trainer_ranks": 4, "lora_rank": 16, "eval_steps": 5,
     "name": "my run", "tags": "a,team:b", "notes": "why: x = 3", "owner": "alice",
 }  # fmt: skip
+
+
+def refused(parameters, schema):
+    """Paths of the values that the server refuses for a deployment."""
+    return [error.json_path for error in check_schema(parameters, schema)]
 
 
 def field_of(key):
@@ -62,7 +70,7 @@ def test_the_server_refuses_keys_and_presets_that_do_not_exist():
     def accepts(schema, text):
         return re.search(schema["pattern"], text) is not None
 
-    for flow in (train, compare):
+    for flow in (train, compare, sweep):
         preset, overrides = (flow.parameters.properties[name] for name in ("preset", "overrides"))
         assert all(accepts(preset, name) for name in (*preset_names(), "mine.toml", "/work/mine"))
         assert not accepts(preset, "quickstrat")
@@ -97,7 +105,10 @@ def test_bad_values_are_refused(wrong):
         Settings(**wrong)
 
 
-@pytest.mark.parametrize("flow", [train, compare, evaluate, actor, trainer, replay], ids=lambda flow: flow.name)
+FLOWS = [train, compare, sweep, compared_run, evaluate, actor, trainer, replay]
+
+
+@pytest.mark.parametrize("flow", FLOWS, ids=lambda flow: flow.name)
 def test_every_parameter_of_every_flow_has_a_description(flow):
     properties = flow.parameters.model_dump()["properties"]
     assert [name for name, field in properties.items() if not field.get("description")] == []
@@ -113,3 +124,20 @@ def test_the_form_shows_each_field_with_the_type_of_its_values():
     }
     assert schema["schedule"]["enum"] == ["pipeline", "conventional", "april", None]
     assert not [name for name, field in schema.items() if "anyOf" in field or "default" in field]
+
+
+def test_the_server_refuses_a_sweep_whose_values_or_limit_cannot_be():
+    schema = sweep.parameters.model_dump()
+    good = {"grid": ["learner.lr=1e-6,3e-6", "seed=0,1"], "limit": 2, "target": 0.5}
+    assert refused(good, schema) == []
+    wrong = {"grid": ["learner.lrs=1,2"], "limit": 0, "target": 1.5, "preset": "quickstrat"}
+    assert sorted(refused({**good, **wrong}, schema)) == ["$.grid[0]", "$.limit", "$.preset", "$.target"]
+    assert refused({**good, "grid": []}, schema) == ["$.grid"]
+
+
+def test_the_server_accepts_the_parameters_of_a_run_of_a_sweep():
+    run = plan_sweep("quickstart", ["learner.lr=1e-6,3e-6"]).runs[0]
+    config = run.config.model_dump(mode="json")
+    given = {"run_url": "file:///r", "config": config, "labels": {}, "target": 0.0, "rewards": []}
+    assert refused(given, compared_run.parameters.model_dump()) == []
+    assert compared_run.validate_parameters(given)["config"] == run.config

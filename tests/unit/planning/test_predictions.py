@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl_core.config.arm import parse_grid
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.resolve import build_config, load_config, override_config
 from pipelinerl_core.planning import cache
@@ -17,7 +18,7 @@ from pipelinerl_core.planning.prediction import inputs, predict
 from pipelinerl_core.planning.roofline import Table
 from pipelinerl_core.planning.simulator import Work
 from pipelinerl_core.planning.speeds import Line, MeasuredSpeeds
-from pipelinerl_core.planning.sweep import best_of, parse_sweep, sweep, sweep_document, sweep_figure, sweep_lines
+from pipelinerl_core.planning.sweep import best_of, sweep, sweep_document, sweep_figure, sweep_lines
 from pipelinerl_core.planning.what_if import Changed, document, lines, on_gpus, parse_speeds, read_lengths, source_of
 from pipelinerl_core.run.records import PREDICTION_KEY, PredictionRecord
 from pipelinerl_core.storage.object_store import open_store
@@ -147,7 +148,7 @@ def test_a_sweep_predicts_all_combinations_and_marks_the_best(tmp_path):
     points = sweep(
         MEASURED,
         MEASURED.config,
-        parse_sweep(["placement.actors=1,2", "schedule.max_lag=1,4"]),
+        parse_grid(["placement.actors=1,2", "schedule.max_lag=1,4"]),
         on_progress=lambda count, total: done.append((count, total)),
     )
     assert done == [(1, 4), (2, 4), (3, 4), (4, 4)]
@@ -182,13 +183,13 @@ def test_a_sweep_without_a_valid_combination_is_refused():
 @pytest.mark.parametrize("text", ["placement.actors", "placement.actors=", "=1,2"])
 def test_a_sweep_needs_a_key_and_values(text):
     with pytest.raises(ConfigError, match=r"write section\.key=1,2,4|no combination"):
-        sweep(MEASURED, MEASURED.config, parse_sweep([text]))
+        sweep(MEASURED, MEASURED.config, parse_grid([text]))
 
 
 def test_a_sweep_is_limited():
     values = ",".join(map(str, range(1, 30)))
     with pytest.raises(ConfigError, match="841 combinations are more than 500"):
-        parse_sweep([f"placement.actors={values}", f"schedule.max_lag={values}"])
+        parse_grid([f"placement.actors={values}", f"schedule.max_lag={values}"])
 
 
 # ---- bad input -----------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.tuning import SEED, RatesMissing, parse_rates, search_lines, tuned
 from pipelinerl_core.comparison.plan import Wanted
-from pipelinerl_core.comparison.tuning import SEED, RatesMissing, parse_rates, search_lines, tuned
 from pipelinerl_core.config.arm import Arm
 from pipelinerl_core.errors import ConfigError
 
