@@ -50,6 +50,7 @@ from pipelinerl_core.run.records import REPORT_HTML_KEY, REPORT_JSON_KEY, Commit
 from pipelinerl_core.supervision.log_copies import all_logs, lines_of_failure
 from pipelinerl_core.telemetry.mlflow import Status
 from pipelinerl_core.telemetry.redact import redact_text
+from pipelinerl_core.tools.promote import log_run
 
 logger = logging.getLogger(__name__)
 
@@ -188,6 +189,8 @@ class RunWatch:
         _quietly("last reading of the run", self._read)
         if report is not None:
             _quietly("files of the MLflow run", self._log_report, self._repeat)
+        if self._run.config.tracking.chosen_uri != "none":
+            _quietly("models and traces of the MLflow run", self._log_models, self._repeat)
         _quietly("artifacts of the flow run", lambda: self._show_end(report), self._repeat)
 
     @property
@@ -198,6 +201,10 @@ class RunWatch:
     def _log_report(self) -> None:
         for name in (REPORT_JSON_KEY, REPORT_HTML_KEY):
             self._tracker.log_artifact(name, self._run.store.get(name))
+
+    def _log_models(self) -> None:
+        self._write_table(MAX_STEPS)
+        log_run(self._run, self._follower, self._table.traces)
 
     def _show_end(self, report: Mapping[str, Any] | None) -> None:
         """Make the artifacts of a run that has ended; after a failure of the Prefect server, none is tried."""

@@ -60,6 +60,7 @@ _COLUMNS = (
     "advantage",
     "outcome",
     "finish_reason",
+    "started_at",
     "finished_at",
     "scored_at",
 )
@@ -105,6 +106,9 @@ class TrainedRollout:
     components: Mapping[str, float] = field(default_factory=dict)
     """Components of the reward by name, before their weights."""
     advantage: float = 0.0
+    started_at: float = 0.0
+    """Unix seconds."""
+    finished_at: float = 0.0
 
     @property
     def name(self) -> str:
@@ -354,6 +358,8 @@ def _rows(step: int, table: pa.Table) -> list[TrainedRollout]:
             source=row["source"],
             components={part["name"]: part["value"] for part in row["reward_components"] or ()},
             advantage=row["advantage"],
+            started_at=row["started_at"],
+            finished_at=row["finished_at"],
         )
         for index, row in enumerate(plain)
     ]

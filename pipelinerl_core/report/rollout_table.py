@@ -1,4 +1,4 @@
-"""A table of sampled rollouts of a run, of bounded size, for MLflow's pages.
+"""Sampled rollouts of a run, of bounded number, for MLflow's pages: a table, and traces of a few of them.
 
 The number of steps of the run determines the rollouts in the table. After a resume or an outage of MLflow, the table
 therefore has the same rows, and no row twice.
@@ -10,9 +10,11 @@ from typing import Any
 from pipelinerl_core.errors import BrokenRecord, ChecksumMismatch, MissingObject, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report.facts import TrainedRollout, read_batch
+from pipelinerl_core.report.rollout_traces import MAX_CHARS, rollout_trace
 from pipelinerl_core.report.samples import Decode, one_per_group, plain_text
 from pipelinerl_core.run.records import Commit
 from pipelinerl_core.telemetry import measures
+from pipelinerl_core.telemetry.mlflow_traces import RolloutTrace
 
 TABLE_NAME = "rollouts.json"
 COLUMNS = (
@@ -37,7 +39,8 @@ ROWS_PER_STEP = 4
 """Rollouts of a step: the first rollout of each of so many groups; not chosen by reward."""
 MAX_STEPS = 50
 """Steps with rows: the first, the last, and evenly spaced steps between."""
-_MAX_CHARS = 2000
+_STEPS_PER_TRACE = 3
+"""Of so many steps with rows, the first rollout of the first step becomes a trace."""
 
 
 class RolloutTable:
@@ -49,10 +52,14 @@ class RolloutTable:
         self._steps = steps
         self._decode = decode
         self._rows: dict[int, list[list[Any]]] = {}
+        self._traces: dict[int, RolloutTrace] = {}
 
     def has_row(self, step: int) -> bool:
         """Whether rollouts of a step are in the table."""
-        every = -(-self._steps // (MAX_STEPS - 1))
+        return self._is_chosen(step, 1)
+
+    def _is_chosen(self, step: int, share: int) -> bool:
+        every = -(-self._steps // (MAX_STEPS - 1)) * share
         return step > 0 and (step in (1, self._steps) or step % every == 0)
 
     def update(self, commits: Mapping[int, Commit], limit: int = 1) -> bool:
@@ -67,12 +74,20 @@ class RolloutTable:
         """The rows by step; cells as in COLUMNS."""
         return [row for step in sorted(self._rows) for row in self._rows[step]]
 
+    @property
+    def traces(self) -> list[RolloutTrace]:
+        """The traces by step, at most 19."""
+        return [self._traces[step] for step in sorted(self._traces)]
+
     def _read(self, commit: Commit) -> list[list[Any]]:
         try:
             batch = read_batch(self._store, commit)
         except (BrokenRecord, ChecksumMismatch, MissingObject, SchemaMismatch):  # deleted, or damaged: audit says so
             return []
-        return [self._row(rollout) for rollout in one_per_group(batch, ROWS_PER_STEP)]
+        rollouts = one_per_group(batch, ROWS_PER_STEP)
+        if rollouts and self._is_chosen(commit.step, _STEPS_PER_TRACE):
+            self._traces[commit.step] = rollout_trace(rollouts[0], self._decode)
+        return [self._row(rollout) for rollout in rollouts]
 
     def _row(self, rollout: TrainedRollout) -> list[Any]:
         lags = measures.lag_counts(
@@ -82,9 +97,9 @@ class RolloutTable:
         return [
             rollout.step,
             rollout.reward,
-            rollout.task[:_MAX_CHARS],
-            plain_text(rollout.prompt_token_ids, self._decode)[:_MAX_CHARS],
-            plain_text(rollout.completion_token_ids, self._decode)[:_MAX_CHARS],
+            rollout.task[:MAX_CHARS],
+            plain_text(rollout.prompt_token_ids, self._decode)[:MAX_CHARS],
+            plain_text(rollout.completion_token_ids, self._decode)[:MAX_CHARS],
             _versions(span.version for span in rollout.weight_spans),
             None if mean_lag is None else round(mean_lag, 2),
             len(rollout.completion_token_ids),

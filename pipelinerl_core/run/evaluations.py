@@ -28,6 +28,17 @@ def next_scheduled(config: RunConfig, committed: Collection[int], evaluated: Col
     return max((step for step in committed if step > newest and config.evaluates(step)), default=None)
 
 
+def best_version(evals: Mapping[int, EvalRecord]) -> int | None:
+    """The version with the highest lower end of the interval of its held-out accuracy; None without an interval.
+
+    The lower end, because evaluations during training have fewer prompts: the best of many uncertain accuracies is
+    seldom the best version. Evaluations whose tokens are of several versions do not count.
+    """
+    exact = {version: own.low for version, own in evals.items() if own.last_version <= own.version}
+    lows = {version: low for version, low in exact.items() if low is not None}
+    return max(sorted(lows), key=lows.__getitem__, default=None)
+
+
 def has_passed(accuracies: Mapping[int, float], level: float) -> bool:
     """Whether at least PASSES versions are at or above an accuracy `level`."""
     return sum(accuracy >= level for accuracy in accuracies.values()) >= PASSES
