@@ -193,10 +193,6 @@ class PlacementConfig(Section):
     hosts."""
 
 
-REGISTERED_NAME = r"^[^/:.%\"']*$"
-"""Names that MLflow takes for a registered model."""
-
-
 class TrackingConfig(Section):
     """Where runs are recorded."""
 
@@ -206,7 +202,7 @@ class TrackingConfig(Section):
     MLFLOW_TRACKING_PASSWORD; it is split off a URI."""
     experiment: str = "pipelinerl"
     """Name of the MLflow experiment that lists the runs. Set to separate studies."""
-    register_as: str = Field("", max_length=100, pattern=REGISTERED_NAME)
+    register_as: str = Field("", max_length=100, pattern=r"^[^/:.%\"']*$")
     """Name of a registered model in MLflow. At its end, the run copies its best evaluated version (all weights) to
     MLflow and moves the alias `champion` if the version is better than the champion. Set where MLflow has room for a
     model of each run."""

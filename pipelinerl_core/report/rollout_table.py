@@ -9,12 +9,11 @@ from typing import Any
 
 from pipelinerl_core.errors import BrokenRecord, ChecksumMismatch, MissingObject, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.report.facts import TrainedRollout, read_batch
-from pipelinerl_core.report.rollout_traces import MAX_CHARS, rollout_trace
+from pipelinerl_core.report.facts import TrainedRollout, own_copy, read_batch
+from pipelinerl_core.report.rollout_traces import MAX_CHARS
 from pipelinerl_core.report.samples import Decode, one_per_group, plain_text
 from pipelinerl_core.run.records import Commit
 from pipelinerl_core.telemetry import measures
-from pipelinerl_core.telemetry.mlflow_traces import RolloutTrace
 
 TABLE_NAME = "rollouts.json"
 COLUMNS = (
@@ -39,8 +38,6 @@ ROWS_PER_STEP = 4
 """Rollouts of a step: the first rollout of each of so many groups; not chosen by reward."""
 MAX_STEPS = 50
 """Steps with rows: the first, the last, and evenly spaced steps between."""
-_STEPS_PER_TRACE = 3
-"""Of so many steps with rows, the first rollout of the first step becomes a trace."""
 
 
 class RolloutTable:
@@ -52,14 +49,12 @@ class RolloutTable:
         self._steps = steps
         self._decode = decode
         self._rows: dict[int, list[list[Any]]] = {}
-        self._traces: dict[int, RolloutTrace] = {}
+        self.traced: dict[int, TrainedRollout] = {}
+        """Step -> its first rollout, which becomes a trace."""
 
     def has_row(self, step: int) -> bool:
         """Whether rollouts of a step are in the table."""
-        return self._is_chosen(step, 1)
-
-    def _is_chosen(self, step: int, share: int) -> bool:
-        every = -(-self._steps // (MAX_STEPS - 1)) * share
+        every = -(-self._steps // (MAX_STEPS - 1))
         return step > 0 and (step in (1, self._steps) or step % every == 0)
 
     def update(self, commits: Mapping[int, Commit], limit: int = 1) -> bool:
@@ -74,19 +69,14 @@ class RolloutTable:
         """The rows by step; cells as in COLUMNS."""
         return [row for step in sorted(self._rows) for row in self._rows[step]]
 
-    @property
-    def traces(self) -> list[RolloutTrace]:
-        """The traces by step, at most 19."""
-        return [self._traces[step] for step in sorted(self._traces)]
-
     def _read(self, commit: Commit) -> list[list[Any]]:
         try:
             batch = read_batch(self._store, commit)
         except (BrokenRecord, ChecksumMismatch, MissingObject, SchemaMismatch):  # deleted, or damaged: audit says so
             return []
         rollouts = one_per_group(batch, ROWS_PER_STEP)
-        if rollouts and self._is_chosen(commit.step, _STEPS_PER_TRACE):
-            self._traces[commit.step] = rollout_trace(rollouts[0], self._decode)
+        if rollouts:
+            self.traced[commit.step] = own_copy(rollouts[0])
         return [self._row(rollout) for rollout in rollouts]
 
     def _row(self, rollout: TrainedRollout) -> list[Any]:

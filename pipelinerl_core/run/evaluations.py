@@ -29,14 +29,10 @@ def next_scheduled(config: RunConfig, committed: Collection[int], evaluated: Col
 
 
 def best_version(evals: Mapping[int, EvalRecord]) -> int | None:
-    """The version with the highest lower end of the interval of its held-out accuracy; None without an interval.
-
-    The lower end, because evaluations during training have fewer prompts: the best of many uncertain accuracies is
-    seldom the best version. Evaluations whose tokens are of several versions do not count.
-    """
-    exact = {version: own.low for version, own in evals.items() if own.last_version <= own.version}
-    lows = {version: low for version, low in exact.items() if low is not None}
-    return max(sorted(lows), key=lows.__getitem__, default=None)
+    """The version with the highest lower end of its held-out interval, because evaluations during training have fewer
+    prompts; None without an interval. Evaluations whose tokens are of several versions do not count."""
+    exact = [own for own in evals.values() if own.low is not None and own.last_version <= own.version]
+    return max(exact, key=lambda own: (own.low, -own.version)).version if exact else None
 
 
 def has_passed(accuracies: Mapping[int, float], level: float) -> bool:

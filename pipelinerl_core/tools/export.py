@@ -19,8 +19,7 @@ from pipelinerl_core.tools.model_card import write_card
 # All other files of the starting model are copied: configuration, tokenizer, chat template.
 _OLD_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
 WRITE_SECONDS = 1800.0
-"""Reading, merging adapters and writing take minutes for the largest models."""
-# Steps that are trained again take longer.
+"""Reading, merging adapters and writing take minutes for the largest models; steps that are trained again longer."""
 _REPLAY_SECONDS = 24 * 3600.0
 
 
@@ -65,8 +64,7 @@ def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
 
 
 def _write_model(run: RunContext, commit: Commit, file: Path) -> None:
-    """Write all weights of a version to one file. On failure, the directory of the file is removed, and the error of
-    `run_tool` is raised."""
+    """Write all weights of a version to a file; after an error of `run_tool`, its directory is removed."""
     arguments = {"run": run.store.url, "version": str(commit.step), "file": str(file)}
     is_stored = is_durable(commit) and commit.step in stored_versions(run.store)
     try:
@@ -77,10 +75,8 @@ def _write_model(run: RunContext, commit: Commit, file: Path) -> None:
 
 
 def run_tool(run: RunContext, module: str, arguments: Mapping[str, str], seconds: float) -> None:
-    """Run a module in a child process, because this process must not load torch.
-
-    Raises ConfigError or PipelineRLError with the last line of the child, and DeadlineExceeded after `seconds`.
-    """
+    """Run a module in a child process: this process must not load torch. Raises ConfigError or PipelineRLError with
+    the last line of the child, and DeadlineExceeded after `seconds`."""
     try:
         with own_temporary(role_environment(run.config.placement.threads, run.token)) as own:
             ended = subprocess.run(

@@ -1,17 +1,15 @@
-"""Weight versions of a run as models in MLflow: logged at the end of the run, registered with a copy of the weights,
-and named by an alias. From an alias back to run, step, batches and code."""
+"""Weight versions of a run as models in MLflow: logged, registered with a copy of the weights, named by an alias."""
 
 import hashlib
 import json
 import logging
 import math
+import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-from mlflow.entities import LoggedModel
-from mlflow.entities.model_registry import ModelVersion
 
 from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import ConfigError
@@ -20,198 +18,223 @@ from pipelinerl_core.run.evaluations import best_version
 from pipelinerl_core.run.follow import RunFollower, eval_metrics
 from pipelinerl_core.run.records import EvalRecord
 from pipelinerl_core.run.versions import stored_versions
-from pipelinerl_core.telemetry.mlflow_models import ALIAS_TAG, ModelNote, ModelStore, held_out_of
-from pipelinerl_core.telemetry.mlflow_traces import RolloutTrace, log_traces
+from pipelinerl_core.telemetry.mlflow import find_run
+from pipelinerl_core.telemetry.redact import redact
 from pipelinerl_core.tools.export import WRITE_SECONDS, export, run_tool
+
+from mlflow import MlflowClient  # isort: skip (after telemetry.mlflow, which sets variables)
+from mlflow.entities import LoggedModel, LoggedModelOutput, Metric, RunTag
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 
 logger = logging.getLogger(__name__)
 
 CHAMPION = "champion"
-BEST, LAST = "best", "last"
-_DIGEST_CHARS = 12
+HELD_OUT_TAG = "pipelinerl.held_out"
+"""Tag of an evaluated model, JSON: accuracy, low, high, num_prompts; measure: digest of prompts, reward, sampling."""
+NOTE_TAG = "pipelinerl.note"
+"""Tag of a version of a registered model: why an alias names the version, or not."""
+_PREVIOUS_TAG = "pipelinerl.previous."
+_MODEL_ID = re.compile(r"\bm-[0-9a-f]{32}\b")
 
 
-def mlflow_uri(run: RunContext) -> str:
-    """The MLflow server of a run. Raises ConfigError for a run without MLflow."""
-    uri = run.config.tracking.chosen_uri or run.record.mlflow_uri or "none"
-    if uri == "none":
-        raise ConfigError(f"{run.run_id} has no MLflow run: tracking.mlflow_uri=none")
-    return uri
+def open_mlflow(uri: str) -> MlflowClient:
+    """A client for a server or a database file. Raises ConfigError without MLflow, or if the file does not exist."""
+    path = uri.removeprefix("sqlite:///")
+    if uri in ("", "none") or (path != uri and not Path(path).is_file()):
+        raise ConfigError(f"there is no MLflow at {uri or 'none'!r}. Set MLFLOW_TRACKING_URI or --root")
+    return MlflowClient(tracking_uri=uri)
 
 
-def log_run(run: RunContext, follower: RunFollower, traces: Sequence[RolloutTrace]) -> None:
-    """Log traces, and the best evaluated and the last version of a run, to MLflow; register the best for
-    tracking.register_as.
-
-    follower: refreshed. Raises MlflowException, and the errors of `export`.
-    """
-    name = run.config.tracking.register_as
-    if not follower.commits:
-        return
-    models = _RunModels(run, follower)
-    last, best = max(follower.commits), best_version(follower.evals)
-    roles = {last: LAST} if best in (None, last) else {best: BEST, last: LAST}
-    if best == last:
-        roles = {last: f"{BEST}, {LAST}"}
-    models.store.set_roles(models.mlflow_run, {models.log(step).model_id: role for step, role in roles.items()})
-    log_traces(models.store.uri, models.mlflow_run, traces)
-    if name:
-        stored = stored_versions(run.store)
-        kept = best_version({step: record for step, record in follower.evals.items() if step in stored})
-        if kept != best:
-            logger.warning(
-                "version %s is the best, but its weights are not in the store: %s registers version %s. "
-                "`pipelinerl promote %s best --name %s` computes the best again; weights.keep keeps more versions",
-                best, name, kept, run.run_id, name,
-            )  # fmt: skip
-        _challenge(models, name, last if kept is None else kept)
+def mlflow_of(run: RunContext) -> str:
+    """The MLflow server or database of a run; empty without MLflow."""
+    return run.config.tracking.chosen_uri or run.record.mlflow_uri or ""
 
 
-def promote(run: RunContext, version: str, name: str, alias: str) -> dict[str, Any]:
-    """Let an alias of a registered model name a version of a run, with a copy of its weights in MLflow.
-
-    version: best, last or the number of a step. Returns what `describe` returns, and `before`: the version that the
-    alias named. Raises ConfigError if there is no such version, MlflowException, and the errors of `export`.
-    """
-    follower = RunFollower(run.store)
-    follower.refresh()
-    best = best_version(follower.evals)
-    if version == BEST and best is None:
-        raise ConfigError(f"{run.run_id} has no evaluation on held-out prompts. Name a step instead of `best`")
-    named = str({BEST: best, LAST: max(follower.commits, default=None)}.get(version, version))
-    if not (named.isdecimal() and int(named) in follower.commits):
-        newest = max(follower.commits, default=None)
-        raise ConfigError(f"{run.run_id} has no version {version}; the newest is {newest}. Name a step, best or last")
-    models = _RunModels(run, follower)
-    own = models.register(name, int(named))
-    before = models.store.named(name, alias)
-    models.store.set_alias(own, alias, f"{alias}: set by `pipelinerl promote`")
-    entry = next(each for each in describe(models.store, name) if each["version"] == own.version)
-    return {**entry, "alias": alias, "before": before.version if before else None}
-
-
-def describe(store: ModelStore, name: str) -> list[dict[str, Any]]:
-    """The versions of a registered model, newest first: aliases, and the run, step and code that they come from.
-
-    Raises ConfigError without such a model, MlflowException.
-    """
-    versions = store.versions(name)
-    if not versions:
-        raise ConfigError(f"MLflow has no version of a registered model {name}")
-    entries = []
-    for own in versions:
-        model = store.model_of(own)
-        origin = model.params if model is not None else None
-        entries.append({
-            "name": name, "version": own.version, "aliases": own.aliases, "note": own.tags.get(ALIAS_TAG, ""),
-            "held_out": held_out_of(model), "origin": dict(origin or {}), "source": own.source,
-        })  # fmt: skip
-    return entries
-
-
-def better(own: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[bool, str]:
-    """Whether a held-out accuracy is better than another, and why: the 95 % interval of the difference is above 0.
-
-    Both as of HELD_OUT_TAG. The interval follows from the intervals of both, as in `weighted_mean`.
-    """
-    if not own.get("measure") or own.get("low") is None:
-        return False, "no held-out accuracy with an interval"
-    if other.get("measure") != own["measure"] or other.get("high") is None:
-        return False, "not comparable: other held-out prompts, reward or sampling"
-    difference = own["accuracy"] - other["accuracy"]
-    low = difference - math.hypot(own["accuracy"] - own["low"], other["high"] - other["accuracy"])
-    figures = f"held-out accuracy {own['accuracy']:.3f} against {other['accuracy']:.3f}, the 95 % interval of the"
-    return low > 0, f"{figures} difference begins at {low:+.3f}"
-
-
-def _challenge(models: "_RunModels", name: str, step: int) -> None:
-    """Register a version; move the alias `champion` if the version is better, or if there is no champion."""
-    own = models.register(name, step)
-    champion = models.store.named(name, CHAMPION)
-    if champion is not None and champion.version == own.version:
-        return
-    held_out = held_out_of(models.store.model_of(own))
-    if champion is None:
-        is_better = bool(held_out)
-        reason = "the first version with a held-out accuracy" if is_better else "no held-out accuracy"
-    else:
-        is_better, reason = better(held_out, held_out_of(models.store.model_of(champion)))
-        reason = f"{reason} (version {champion.version})"
-    if is_better:
-        models.store.set_alias(own, CHAMPION, f"{CHAMPION}: {reason}")
-    else:
-        models.store.note_reason(own, f"not {CHAMPION}: {reason}")
-    logger.info(
-        "version %s of the registered model %s is version %d of this run; it is %s%s: %s",
-        own.version, name, step, "" if is_better else "not ", CHAMPION, reason,
-    )  # fmt: skip
-
-
-class _RunModels:
-    """The models of one run in MLflow."""
+class RunModels:
+    """The models of one run in MLflow. The methods raise MlflowException and the errors of `export`."""
 
     def __init__(self, run: RunContext, follower: RunFollower) -> None:
-        """follower: refreshed. Raises ConfigError if MLflow has no run of this run, MlflowException."""
-        self._run = run
-        self._follower = follower
-        self.store = ModelStore(mlflow_uri(run))
-        self.mlflow_run = self.store.find_run(run.config.tracking.experiment, run.run_id, run.record.mlflow_run_id)
+        """follower: refreshed. Raises ConfigError if MLflow has no run of this run."""
+        self._run, self._follower = run, follower
+        self.uri = mlflow_of(run)
+        self.client = open_mlflow(self.uri)
+        experiment = self.client.get_experiment_by_name(run.config.tracking.experiment)
+        known = (run.run_id, run.record.mlflow_run_id or "")
+        run_id = find_run(self.client, experiment.experiment_id, *known) if experiment else None
+        if run_id is None:
+            raise ConfigError(f"MLflow has no run of {run.run_id}. Set MLFLOW_TRACKING_URI to the server of the run")
+        self.mlflow_run = self.client.get_run(run_id)
+
+    def log_ends(self) -> None:
+        """Log the best evaluated and the last version; for tracking.register_as, register the best in the store."""
+        evals, last = self._follower.evals, max(self._follower.commits)
+        best = best_version(evals)
+        ends = {"last": last} if best is None else {"best": best, "last": last}
+        tags = [RunTag(f"pipelinerl.{role}", self.log(step).name) for role, step in ends.items()]
+        self.client.log_batch(self.mlflow_run.info.run_id, tags=tags)
+        if name := self._run.config.tracking.register_as:
+            stored = stored_versions(self._run.store)  # the weights of others would be trained again
+            best = best_version({step: own for step, own in evals.items() if step in stored})
+            self._challenge(name, last if best is None else best)
 
     def log(self, step: int) -> LoggedModel:
-        return self.store.log(self.mlflow_run, model_note(self._run, self._follower, step))
+        """The logged model of a version, created if it is missing, with the newest evaluation of the version."""
+        run, info = self._run, self.mlflow_run.info
+        origin = redact({
+            "run_id": run.run_id, "run_url": run.store.url, "step": str(step),
+            "weights_digest": self._follower.commits[step].weights_digest, "base_model": run.config.model.path,
+            "code": run.record.code_version, "config_digest": _digest(run.config.model_dump(mode="json")),
+        })  # fmt: skip
+        name, tags = f"{run.run_id}-v{step}", {MLFLOW_MODEL_IS_EXTERNAL: "true"}
+        wanted = f"name = '{name}' AND params.weights_digest = '{origin['weights_digest']}'"
+        model = next(iter(self.client.search_logged_models([info.experiment_id], filter_string=wanted)), None)
+        if model is None:
+            model = self.client.create_logged_model(info.experiment_id, name, info.run_id, tags, origin, "pipelinerl")
+            self.client.log_outputs(info.run_id, [LoggedModelOutput(model.model_id, step=step)])
+            self.client.finalize_logged_model(model.model_id, "READY")
+        record = self._follower.evals.get(step)
+        if record is not None and record.known_accuracy is not None:
+            self._log_evaluation(model.model_id, record)
+        return self.client.get_logged_model(model.model_id)
+
+    def _log_evaluation(self, model_id: str, record: EvalRecord) -> None:
+        config, inputs, run_id = self._run.config, self.mlflow_run.inputs, self.mlflow_run.info.run_id
+        sets = [own.dataset for own in (inputs.dataset_inputs if inputs else ()) if own.tags[0].value == "eval"]
+        measure = [  # what decides whether two accuracies measure the same
+            sorted([own.name, own.digest] for own in sets), [own.weight for own in config.mixture.values()],
+            {part: verifier_name(own) for part, own in config.parts.items()},
+            {key: digest for key, digest in self._run.record.code.items() if not key.startswith("loss.")},
+            [record.temperature, record.top_p, config.eval.max_tokens],
+        ]  # fmt: skip
+        figures = record.model_dump(include={"accuracy", "low", "high", "num_prompts"})
+        tag = json.dumps({**figures, "measure": _digest(measure)})
+        self.client.set_logged_model_tags(model_id, {HELD_OUT_TAG: tag})
+        of = {"dataset_name": sets[0].name, "dataset_digest": sets[0].digest} if len(sets) == 1 else {}
+        of |= {"model_id": model_id, "run_id": run_id}
+        at, step = round(record.finished_at * 1000), record.version
+        metrics = [Metric(key, value, at, step, **of) for key, value in eval_metrics(record).items()]
+        self.client.log_batch(run_id, metrics=metrics)
 
     def register(self, name: str, step: int) -> ModelVersion:
-        """The version of a registered model that is a version of the run; copies the weights if they are missing."""
+        """The version of a registered model that is a version of the run, with a copy of the weights."""
         model = self.log(step)
-        if not self.store.has_copy(model):
+        if MLFLOW_MODEL_IS_EXTERNAL in model.tags:
             with tempfile.TemporaryDirectory(prefix="pipelinerl-") as temporary:
                 directory, target = Path(temporary) / model.name, Path(temporary) / "mlflow"
                 export(self._run.store.url, directory, str(step))
                 limit = str(self._run.config.rollouts.max_tokens)
                 arguments = {"directory": str(directory), "target": str(target), "max-tokens": limit}
                 run_tool(self._run, "pipelinerl_core.tools.write_mlflow", arguments, WRITE_SECONDS)
-                self.store.store_copy(model, target)
-        figures = held_out_of(model)
-        accuracy = f", held-out accuracy {figures['accuracy']:.3f}" if figures else ""
-        origin = f"Version {step} of {self._run.run_id}{accuracy}. `pipelinerl trace {self._run.run_id} v{step}`"
-        return self.store.register(name, model, origin)
+                self.client.log_model_artifacts(model.model_id, str(target))
+            self.client.delete_logged_model_tag(model.model_id, MLFLOW_MODEL_IS_EXTERNAL)
+        # With a database, MLflow looks for models:/ID at its default URI instead of the client's.
+        source = model.model_uri if self.uri.startswith("http") else model.artifact_location
+        if known := self.client.search_model_versions(f"name = '{name}' AND source_path = '{source}'"):
+            return known[0]
+        with suppress(MlflowException):  # it exists; the next request names any other error
+            self.client.create_registered_model(name)
+        text = f"Version {step} of {self._run.run_id}. Its batches: `pipelinerl trace {self._run.run_id} v{step}`"
+        return self.client.create_model_version(
+            name, source, model.source_run_id, description=text, model_id=model.model_id
+        )
+
+    def _challenge(self, name: str, step: int) -> None:
+        """Register a version; move the alias `champion` if the version is better, or if there is no champion."""
+        own, champion = self.register(name, step), named(self.client, name, CHAMPION)
+        if NOTE_TAG in own.tags:  # compared at an earlier end of the run
+            return
+        _, figures = facts_of(self.client, own)
+        is_better, why = bool(figures), "no champion before" if figures else "no held-out accuracy"
+        if champion is not None:
+            is_better, why = better(figures, facts_of(self.client, champion)[1])
+            why = f"{why} (version {champion.version})"
+        note = f"{'' if is_better else 'not '}{CHAMPION}: {why}"
+        logger.info("version %d of this run is version %s of %s in MLflow, %s", step, own.version, name, note)
+        if is_better:
+            set_alias(self.client, own, CHAMPION, note)
+        else:
+            self.client.set_model_version_tag(name, own.version, NOTE_TAG, note)
 
 
-def model_note(run: RunContext, follower: RunFollower, step: int) -> ModelNote:
-    """A weight version of a run for MLflow."""
-    config, commit, record = run.config, follower.commits[step], follower.evals.get(step)
-    sets = [each[step] for each in follower.set_evals.values() if step in each]
-    metrics = {key: value for each in (record, *sets) if each for key, value in eval_metrics(each).items()}
-    document = json.dumps(config.model_dump(mode="json"), sort_keys=True)
-    return ModelNote(
-        name=f"{run.run_id}-v{step}",
-        step=step,
-        params={
-            "run_id": run.run_id,
-            "run_url": run.store.url,
-            "step": str(step),
-            "weights_digest": commit.weights_digest,
-            "base_model": config.model.path,
-            "code": run.record.code_version,
-            "user_code": ", ".join(sorted({*run.record.commits.values(), *run.record.packages.values()})) or "none",
-            "config_digest": hashlib.sha256(document.encode()).hexdigest()[:_DIGEST_CHARS],
-        },
-        metrics=metrics,
-        held_out=_held_out(run, record) if record and record.known_accuracy is not None else {},
-        evaluated_at=record.finished_at if record else 0.0,
-    )
+def promote(run: RunContext, version: str, name: str, alias: str) -> None:
+    """Let an alias of a registered model name a version of a run: best, last or the number of a step. Raises
+    ConfigError if there is none, and as RunModels."""
+    follower = RunFollower(run.store)
+    follower.refresh()
+    newest, best = max(follower.commits, default=None), best_version(follower.evals)
+    step = str({"best": best, "last": newest}.get(version, version))
+    if not (step.isdecimal() and int(step) in follower.commits):
+        raise ConfigError(f"{run.run_id} has no version {version!r}; the newest is {newest}. Name a step, last, or "
+                          "best (of the versions that are evaluated with an interval)")  # fmt: skip
+    models = RunModels(run, follower)
+    set_alias(models.client, models.register(name, int(step)), alias, f"{alias}: set by `pipelinerl promote`")
 
 
-def _held_out(run: RunContext, record: EvalRecord) -> dict[str, Any]:
-    """Content of HELD_OUT_TAG. The measure has what decides whether two accuracies measure the same, beside the
-    prompts, which are in MLflow's run: the reward, its weights in a mixture, and the sampling."""
-    config = run.config
-    code = {key: digest for key, digest in run.record.code.items() if not key.startswith("loss.")}
-    parts = [
-        [name, verifier_name(part), config.mixture[name].weight if name else 1.0]
-        for name, part in config.parts.items()
-    ]
-    return {
-        "accuracy": record.accuracy, "low": record.low, "high": record.high, "num_prompts": record.num_prompts,
-        "measure": [parts, code, record.temperature, record.top_p, config.eval.max_tokens],
-    }  # fmt: skip
+def set_alias(client: MlflowClient, own: ModelVersion, alias: str, note: str) -> None:
+    """Let an alias name a version, and note why, and the version that it named before, for `rollback`."""
+    before = named(client, own.name, alias)
+    if before is not None and before.version != own.version:
+        client.set_model_version_tag(own.name, own.version, f"{_PREVIOUS_TAG}{alias}", before.version)
+        note += f"; before: version {before.version}"
+    client.set_registered_model_alias(own.name, alias, own.version)
+    client.set_model_version_tag(own.name, own.version, NOTE_TAG, note)
+
+
+def rollback(client: MlflowClient, name: str, alias: str) -> None:
+    """Let an alias name the version that it named before its version. Raises ConfigError if there is none."""
+    current = named(client, name, alias)
+    previous = current.tags.get(f"{_PREVIOUS_TAG}{alias}") if current else None
+    if current is None or previous is None:
+        raise ConfigError(f"{name}@{alias} named no other version before")
+    client.set_registered_model_alias(name, alias, previous)
+    client.set_model_version_tag(name, current.version, NOTE_TAG, f"{alias} was rolled back to version {previous}")
+
+
+def describe(client: MlflowClient, name: str) -> list[dict[str, Any]]:
+    """The versions of a registered model, newest first, with aliases and origins. ConfigError without versions."""
+    versions = sorted(client.search_model_versions(f"name = '{name}'"), key=lambda own: -int(own.version))
+    if not versions:
+        raise ConfigError(f"MLflow has no version of a registered model {name}")
+    aliases, entries = client.get_registered_model(name).aliases, []
+    for own in versions:
+        origin, figures = facts_of(client, own)
+        names = sorted(alias for alias, version in aliases.items() if str(version) == str(own.version))
+        entry = {"version": str(own.version), "aliases": names, "note": own.tags.get(NOTE_TAG, "")}
+        entries.append({**entry, "origin": origin, "held_out": figures})
+    return entries
+
+
+def better(own: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[bool, str]:
+    """Whether a held-out accuracy (as in HELD_OUT_TAG) is better than another, and why: the 95 % interval of the
+    difference, which follows from the intervals of both as in `weighted_mean`, is above 0."""
+    if own.get("low") is None:
+        return False, "no held-out accuracy with an interval"
+    if other.get("measure") != own["measure"] or other.get("high") is None:
+        return False, "not comparable: other held-out prompts, reward or sampling"
+    difference = own["accuracy"] - other["accuracy"]
+    low = difference - math.hypot(own["accuracy"] - own["low"], other["high"] - other["accuracy"])
+    figures = f"held-out accuracy {own['accuracy']:.3f} against {other['accuracy']:.3f}"
+    return low > 0, f"{figures}, the 95 % interval of the difference begins at {low:+.3f}"
+
+
+def named(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
+    """The version that an alias names; None without it."""
+    try:
+        return client.get_model_version_by_alias(name, alias)
+    except MlflowException as error:
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            return None
+        raise
+
+
+def facts_of(client: MlflowClient, version: ModelVersion) -> tuple[dict[str, str], dict[str, Any]]:
+    """Origin of a version, and the content of HELD_OUT_TAG; both are empty for a version of another origin."""
+    model_id = _MODEL_ID.search(version.source or "")
+    model = client.get_logged_model(model_id[0]) if model_id else None
+    return (dict(model.params or {}), json.loads(model.tags.get(HELD_OUT_TAG, "{}"))) if model else ({}, {})
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

@@ -220,6 +220,14 @@ def test_mlflow_shows_metrics_parameters_tags_datasets_and_a_table_of_rollouts(w
     picture("mlflow-rollouts.png")
 
 
+def test_mlflow_shows_the_last_version_as_a_model_and_sampled_rollouts_as_traces(world, page):
+    place, _, query = mlflow_page(world).partition("?")
+    page.go(f"{place}/traces?{query}", width=1600, height=800)
+    page.sees(world.report["run_id"], "Trace ID", "Request", "Response", "<eos>")
+    page.go(f"{place.partition('/runs/')[0]}/models?{query}", width=1600, height=800)
+    page.sees(f"{world.report['run_id']}-v{STEPS}", "Ready")
+
+
 def close_assistant(page: Page) -> None:
     """MLflow's assistant takes a quarter of the window the first time."""
     page.value("[...document.querySelectorAll('button[aria-label=Close]')].forEach(one => one.click())")
