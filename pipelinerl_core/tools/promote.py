@@ -68,13 +68,14 @@ class RunModels:
         self.mlflow_run = self.client.get_run(run_id)
 
     def log_ends(self) -> None:
-        """Log the best evaluated and the last version; for tracking.register_as, register the best in the store."""
+        """Log the best evaluated and the last version; after the last step, register for tracking.register_as."""
         evals, last = self._follower.evals, max(self._follower.commits)
         best = best_version(evals)
         ends = {"last": last} if best is None else {"best": best, "last": last}
         tags = [RunTag(f"pipelinerl.{role}", self.log(step).name) for role, step in ends.items()]
         self.client.log_batch(self.mlflow_run.info.run_id, tags=tags)
-        if name := self._run.config.tracking.register_as:
+        name = self._run.config.tracking.register_as
+        if name and last >= self._run.config.trainer.steps:
             stored = stored_versions(self._run.store)  # the weights of others would be trained again
             best = best_version({step: own for step, own in evals.items() if step in stored})
             self._challenge(name, last if best is None else best)
