@@ -267,7 +267,7 @@ def with_tags_of_flow_run(config: RunConfig) -> RunConfig:
 
 def show_supervision() -> None:
     """Let INFO lines of the supervision reach the flow run in the UI; the root logger's level would drop them."""
-    for name in ("pipelinerl", "pipelinerl_core.run", "pipelinerl_core.supervision"):
+    for name in ("pipelinerl", "pipelinerl_core.run", "pipelinerl_core.supervision", "pipelinerl_core.tools"):
         logging.getLogger(name).setLevel(logging.INFO)
 
 

@@ -39,6 +39,7 @@ from pipelinerl_core.report.equal_rewards import (
 from pipelinerl_core.report.live_view import LiveView
 from pipelinerl_core.report.markdown import report_markdown
 from pipelinerl_core.report.rollout_table import COLUMNS, MAX_STEPS, TABLE_NAME, RolloutTable
+from pipelinerl_core.report.rollout_traces import log_traces
 from pipelinerl_core.report.samples import token_decoder
 from pipelinerl_core.report.scrape_targets import role_progress
 from pipelinerl_core.run.context import RunContext, log_directory
@@ -53,6 +54,7 @@ from pipelinerl_core.supervision.log_copies import all_logs, lines_of_failure
 from pipelinerl_core.supervision.supervise import LAST_LINES
 from pipelinerl_core.telemetry.mlflow import Status
 from pipelinerl_core.telemetry.redact import redact_text
+from pipelinerl_core.tools.promote import RunModels
 
 logger = logging.getLogger(__name__)
 
@@ -195,6 +197,8 @@ class RunWatch:
         _quietly("last reading of the run", self._read)
         if report is not None:
             _quietly("files of the MLflow run", self._log_report, self._repeat)
+        if self._run.config.tracking.chosen_uri != "none" and self.committed_step >= 0:
+            _quietly("models and traces of the MLflow run", self._log_models, self._repeat)
         _quietly("artifacts of the flow run", lambda: self._show_end(report), self._repeat)
 
     @property
@@ -205,6 +209,12 @@ class RunWatch:
     def _log_report(self) -> None:
         for name in (REPORT_JSON_KEY, REPORT_HTML_KEY):
             self._tracker.log_artifact(name, self._run.store.get(name))
+
+    def _log_models(self) -> None:
+        self._write_table(MAX_STEPS)
+        models = RunModels(self._run, self._follower)
+        models.log_ends()
+        log_traces(models.uri, models.mlflow_run, self._table.traced.values(), self._decode)
 
     def _show_end(self, report: Mapping[str, Any] | None) -> None:
         """Make the artifacts of a run that has ended; after a failure of the Prefect server, none is tried."""

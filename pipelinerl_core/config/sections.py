@@ -202,6 +202,10 @@ class TrackingConfig(Section):
     MLFLOW_TRACKING_PASSWORD; it is split off a URI."""
     experiment: str = "pipelinerl"
     """Name of the MLflow experiment that lists the runs. Set to separate studies."""
+    register_as: str = Field("", max_length=100, pattern=r"^[^/:.%\"']*$")
+    """Name of a registered model in MLflow. At its end, the run copies its best evaluated version (all weights) to
+    MLflow and moves the alias `champion` if the version is better than the champion. Set where MLflow has room for a
+    model of each run."""
     name: str = Field("", max_length=100)
     """Name of the run: the run id begins with the name instead of the preset's. `train --name` sets it."""
     tags: tuple[str, ...] = ()

@@ -56,6 +56,7 @@ _COLUMNS = (
     "advantage",
     "outcome",
     "finish_reason",
+    "started_at",
     "finished_at",
     "scored_at",
 )
@@ -101,6 +102,8 @@ class TrainedRollout:
     components: Mapping[str, float] = field(default_factory=dict)
     """Components of the reward by name, before their weights."""
     advantage: float = 0.0
+    started_at: float = 0.0
+    finished_at: float = 0.0
 
     @property
     def name(self) -> str:
@@ -176,12 +179,12 @@ class RunCache:
     def add(self, key: str, step: int, rows: list[TrainedRollout]) -> None:
         """The figures of a step, and its rows if it is among the newest steps."""
         self.steps[key] = step_facts(step, rows)
-        self.newest_rows[key] = [_own(row) for row in rows[:_NEWEST_ROWS]]
+        self.newest_rows[key] = [own_copy(row) for row in rows[:_NEWEST_ROWS]]
         if len(self.newest_rows) > NEWEST_STEPS:
             del self.newest_rows[next(iter(self.newest_rows))]  # steps are added in order
 
 
-def _own(row: TrainedRollout) -> TrainedRollout:
+def own_copy(row: TrainedRollout) -> TrainedRollout:
     """The row without the memory of its batch, in which its arrays are."""
     return replace(row, **{name: getattr(row, name).copy() for name in _TOKEN_COLUMNS})
 
@@ -239,7 +242,7 @@ def newest_facts(follower: RunFollower) -> RunFacts:
             rows = read_batch(follower.store, commit) if commit.batches else []
             if rows:
                 steps.append(step_facts(step, rows))
-                newest += [_own(row) for row in rows[:_NEWEST_ROWS]] if step in known[-NEWEST_STEPS:] else []
+                newest += [own_copy(row) for row in rows[:_NEWEST_ROWS]] if step in known[-NEWEST_STEPS:] else []
     return RunFacts(run=follower.run, commits=commits, evals=follower.evals, set_evals=follower.set_evals,
                     steps=tuple(steps), newest_rows=tuple(newest))  # fmt: skip
 
@@ -326,6 +329,8 @@ def _rows(step: int, table: pa.Table) -> list[TrainedRollout]:
             source=row["source"],
             components={part["name"]: part["value"] for part in row["reward_components"] or ()},
             advantage=row["advantage"],
+            started_at=row["started_at"],
+            finished_at=row["finished_at"],
         )
         for index, row in enumerate(plain)
     ]

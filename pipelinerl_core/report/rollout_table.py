@@ -1,4 +1,4 @@
-"""A table of sampled rollouts of a run, of bounded size, for MLflow's pages.
+"""Sampled rollouts of a run, of bounded number, for MLflow's pages: a table, and traces of a few of them.
 
 The number of steps of the run determines the rollouts in the table. After a resume or an outage of MLflow, the table
 therefore has the same rows, and no row twice.
@@ -9,7 +9,8 @@ from typing import Any
 
 from pipelinerl_core.errors import BrokenRecord, ChecksumMismatch, MissingObject, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.report.facts import TrainedRollout, read_batch
+from pipelinerl_core.report.facts import TrainedRollout, own_copy, read_batch
+from pipelinerl_core.report.rollout_traces import MAX_CHARS
 from pipelinerl_core.report.samples import Decode, one_per_group, plain_text
 from pipelinerl_core.run.records import Commit
 from pipelinerl_core.telemetry import measures
@@ -37,7 +38,6 @@ ROWS_PER_STEP = 4
 """Rollouts of a step: the first rollout of each of so many groups; not chosen by reward."""
 MAX_STEPS = 50
 """Steps with rows: the first, the last, and evenly spaced steps between."""
-_MAX_CHARS = 2000
 
 
 class RolloutTable:
@@ -49,6 +49,8 @@ class RolloutTable:
         self._steps = steps
         self._decode = decode
         self._rows: dict[int, list[list[Any]]] = {}
+        self.traced: dict[int, TrainedRollout] = {}
+        """Step -> its first rollout, which becomes a trace."""
 
     def has_row(self, step: int) -> bool:
         """Whether rollouts of a step are in the table."""
@@ -72,7 +74,10 @@ class RolloutTable:
             batch = read_batch(self._store, commit)
         except (BrokenRecord, ChecksumMismatch, MissingObject, SchemaMismatch):  # deleted, or damaged: audit says so
             return []
-        return [self._row(rollout) for rollout in one_per_group(batch, ROWS_PER_STEP)]
+        rollouts = one_per_group(batch, ROWS_PER_STEP)
+        if rollouts:
+            self.traced[commit.step] = own_copy(rollouts[0])
+        return [self._row(rollout) for rollout in rollouts]
 
     def _row(self, rollout: TrainedRollout) -> list[Any]:
         lags = measures.lag_counts(
@@ -82,9 +87,9 @@ class RolloutTable:
         return [
             rollout.step,
             rollout.reward,
-            rollout.task[:_MAX_CHARS],
-            plain_text(rollout.prompt_token_ids, self._decode)[:_MAX_CHARS],
-            plain_text(rollout.completion_token_ids, self._decode)[:_MAX_CHARS],
+            rollout.task[:MAX_CHARS],
+            plain_text(rollout.prompt_token_ids, self._decode)[:MAX_CHARS],
+            plain_text(rollout.completion_token_ids, self._decode)[:MAX_CHARS],
             _versions(span.version for span in rollout.weight_spans),
             None if mean_lag is None else round(mean_lag, 2),
             len(rollout.completion_token_ids),

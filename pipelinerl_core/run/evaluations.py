@@ -28,6 +28,13 @@ def next_scheduled(config: RunConfig, committed: Collection[int], evaluated: Col
     return max((step for step in committed if step > newest and config.evaluates(step)), default=None)
 
 
+def best_version(evals: Mapping[int, EvalRecord]) -> int | None:
+    """The version with the highest lower end of its held-out interval, because evaluations during training have fewer
+    prompts; None without an interval. Evaluations whose tokens are of several versions do not count."""
+    exact = [own for own in evals.values() if own.low is not None and own.last_version <= own.version]
+    return max(exact, key=lambda own: (own.low, -own.version)).version if exact else None
+
+
 def has_passed(accuracies: Mapping[int, float], level: float) -> bool:
     """Whether at least PASSES versions are at or above an accuracy `level`."""
     return sum(accuracy >= level for accuracy in accuracies.values()) >= PASSES

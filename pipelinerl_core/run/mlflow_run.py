@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 from pipelinerl_core.config import RunConfig
@@ -98,7 +99,7 @@ def open_tracker(
             datasets=run_datasets(config),
             machine=SystemSampler(url),
             is_required=record is None,
-            is_original=lambda other: other not in ("", url) and _has_run(other),
+            is_original=partial(is_original_of, url),
         )
         mlflow = MlflowRef(uri=uri, run_id=tracker.run_id)
     if config.tracking.wandb:
@@ -119,10 +120,10 @@ def open_tracker(
     return tracker, mlflow
 
 
-def _has_run(url: str) -> bool:
-    """Whether a run is stored at a URL, as far as this process can see."""
+def is_original_of(url: str, other: str) -> bool:
+    """Whether the run at `url` is a copy of a run that is still at `other`, as far as this process can see."""
     try:
-        return open_store(url).exists(RUN_KEY)
+        return other not in ("", url) and open_store(other).exists(RUN_KEY)
     except (PipelineRLError, OSError):
         return False
 

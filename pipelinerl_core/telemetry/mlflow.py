@@ -311,7 +311,7 @@ class MlflowTracker:
             experiment_id = _experiment_id(client, self._uri, self._experiment)
         if self._lost_at is not None:
             _mark_lost(client, self.run_id, self._run_name, self._lost_at)
-        run_id = _find_run(client, experiment_id, self._run_name, self.run_id, self._is_original)
+        run_id = find_run(client, experiment_id, self._run_name, self.run_id, self._is_original)
         if run_id is None:
             run_id = client.create_run(experiment_id, run_name=self._run_name).info.run_id
         run = client.get_run(run_id)
@@ -477,9 +477,13 @@ def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:
         return str(experiment.experiment_id)
 
 
-def _find_run(
+def find_run(
     client: MlflowClient, experiment_id: str, run_name: str, run_id: str, is_original: Callable[[str], bool]
 ) -> str | None:
+    """Id of the MLflow run of a training run: `run_id` if MLflow has it, else by its tag; None without it.
+
+    is_original: whether the training run is a copy of another one, at a URL; its MLflow run is left out.
+    """
     if run_id:
         try:
             run = client.get_run(run_id)

@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from pipelinerl_core.tools.model_card import write_card
 
 # All other files of the starting model are copied: configuration, tokenizer, chat template.
 _OLD_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
-# Reading, merging adapters and writing take minutes for the largest models; steps that are trained again take longer.
-_WRITE_SECONDS = 1800.0
+WRITE_SECONDS = 1800.0
+"""Reading, merging adapters and writing take minutes for the largest models; steps that are trained again longer."""
 _REPLAY_SECONDS = 24 * 3600.0
 
 
@@ -63,25 +64,27 @@ def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
 
 
 def _write_model(run: RunContext, commit: Commit, file: Path) -> None:
-    """Write all weights of a version to one file, in a child process, because this process must not load torch.
-
-    On failure, the directory of the file is removed. Raises ConfigError, DeadlineExceeded or PipelineRLError.
-    """
+    """Write all weights of a version to a file; after an error of `run_tool`, its directory is removed."""
     arguments = {"run": run.store.url, "version": str(commit.step), "file": str(file)}
     is_stored = is_durable(commit) and commit.step in stored_versions(run.store)
-    seconds = _WRITE_SECONDS if is_stored else _REPLAY_SECONDS
     try:
-        with own_temporary(role_environment(run.config.placement.threads, run.token)) as own:
-            ended = subprocess.run(
-                ending_with_parent(module_command("pipelinerl_core.tools.write_model", arguments)),
-                env=own, capture_output=True, text=True, check=False, timeout=seconds,
-            )  # fmt: skip
-        if ended.returncode != 0:
-            lines = ended.stderr.strip().splitlines() or [f"writing the model ended with code {ended.returncode}"]
-            raise (ConfigError if ended.returncode == EXIT_CONFIG else PipelineRLError)(lines[-1])
-    except subprocess.TimeoutExpired:
-        shutil.rmtree(file.parent)
-        raise DeadlineExceeded(f"{file}: was not written within {seconds:.0f} s") from None
+        run_tool(run, "pipelinerl_core.tools.write_model", arguments, WRITE_SECONDS if is_stored else _REPLAY_SECONDS)
     except PipelineRLError:
         shutil.rmtree(file.parent)
         raise
+
+
+def run_tool(run: RunContext, module: str, arguments: Mapping[str, str], seconds: float) -> None:
+    """Run a module in a child process: this process must not load torch. Raises ConfigError or PipelineRLError with
+    the last line of the child, and DeadlineExceeded after `seconds`."""
+    try:
+        with own_temporary(role_environment(run.config.placement.threads, run.token)) as own:
+            ended = subprocess.run(
+                ending_with_parent(module_command(module, arguments)),
+                env=own, capture_output=True, text=True, check=False, timeout=seconds,
+            )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise DeadlineExceeded(f"{module} did not end within {seconds:.0f} s") from None
+    if ended.returncode != 0:
+        lines = ended.stderr.strip().splitlines() or [f"{module} ended with code {ended.returncode}"]
+        raise (ConfigError if ended.returncode == EXIT_CONFIG else PipelineRLError)(lines[-1])

@@ -225,6 +225,19 @@ def test_mlflow_shows_metrics_parameters_tags_datasets_and_a_table_of_rollouts(w
     picture("mlflow-rollouts.png")
 
 
+def test_mlflow_shows_the_last_version_as_a_model_and_sampled_rollouts_as_traces(world, page, picture):
+    place, _, query = mlflow_page(world).partition("?")
+    page.go(f"{place}/traces?{query}", width=1600, height=800)
+    page.sees(world.report["run_id"], "Trace ID", "Request", "Response", "<eos>")
+    page.go(f"{place.partition('/runs/')[0]}/models?{query}", width=1600, height=800)
+    model = f"{world.report['run_id']}-v{STEPS}"
+    page.sees(model, "Ready")
+    page.click(model)
+    page.sees("About this logged model", "Source run", "weights_digest", "config_digest")
+    close_assistant(page)
+    picture("mlflow-model.png", height=780)
+
+
 def close_assistant(page: Page) -> None:
     """MLflow's assistant takes a quarter of the window the first time."""
     page.value("[...document.querySelectorAll('button[aria-label=Close]')].forEach(one => one.click())")

@@ -31,6 +31,9 @@ def test_rows_are_json_and_describe_the_sampled_rollouts():
         newest = max(int(version) for version in row["versions"].split(", "))
         assert newest <= row["step"] - 1
         assert row["lag"] is None or row["lag"] >= 0
+    assert [(step, row.step, row.started_at < row.finished_at) for step, row in sorted(table.traced.items())] == [
+        (step, step, True) for step in (1, 2, 3)
+    ]
     groups = [(row["step"], row["group"]) for row in rows]
     assert len(set(groups)) == len(groups), "one of each group"
 

@@ -3,7 +3,13 @@
 import pytest
 
 from pipelinerl_core.models.resolve import load_config
-from pipelinerl_core.run.evaluations import evaluation_line, next_scheduled, next_to_evaluate, weighted_mean
+from pipelinerl_core.run.evaluations import (
+    best_version,
+    evaluation_line,
+    next_scheduled,
+    next_to_evaluate,
+    weighted_mean,
+)
 from pipelinerl_core.run.records import EvalRecord
 from pipelinerl_core.run.versions import names_several
 
@@ -29,6 +35,25 @@ def test_an_evaluator_beside_training_takes_the_first_the_newest_due_and_the_las
     assert next_scheduled(config, range(35), [0, 31]) is None, "an actor has evaluated 31"
     assert next_scheduled(config, range(41), [0, 20]) == 40
     assert next_scheduled(config, range(41), [0, 40]) is None
+
+
+def evaluated(version, accuracy, low, **values):
+    return EvalRecord(version=version, accuracy=accuracy, low=low, num_prompts=10, mean_tokens=1.0, errors=0,
+                      seconds=1.0, **values)  # fmt: skip
+
+
+def test_the_best_version_has_the_highest_lower_end_of_an_interval_of_its_own():
+    records = {
+        0: evaluated(0, 0.30, 0.28),
+        5: evaluated(5, 0.60, 0.35),  # of few prompts
+        8: evaluated(8, 0.52, 0.49),
+        9: evaluated(9, 0.90, 0.80, last_version=11),  # tokens of several versions
+        10: evaluated(10, 0.51, 0.49),
+        12: evaluated(12, 1.00, None),
+    }
+    assert best_version(records) == 8, "of equal ends the earlier"
+    assert best_version({12: records[12]}) is None
+    assert best_version({}) is None
 
 
 def test_one_version_or_several():

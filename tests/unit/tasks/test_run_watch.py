@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 from uuid import UUID
@@ -17,6 +18,7 @@ from pipelinerl_core.run.drain import drained_by, wants_drain
 from pipelinerl_core.run.records import RoleRecord, role_key
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision.supervise import RoleFailed
+from tests.ports import free_port
 from tests.synthetic_run import Shape, put_record, write_run
 
 STEP_SECONDS = STALL_SECONDS / 3
@@ -150,6 +152,8 @@ def test_a_run_whose_first_rewards_are_all_equal_drains_after_the_steps_of_its_k
 def test_nothing_that_fails_at_the_end_fails_the_run_and_each_failure_is_a_line(tmp_path, watch, monkeypatch, caplog):
     tracker = MagicMock(logged=None, page="", close=MagicMock(side_effect=RuntimeError("no MLflow")))
     watch._tracker = tracker
+    record = watch._run.record.model_copy(update={"mlflow_uri": f"http://127.0.0.1:{free_port()}"})
+    watch._run = replace(watch._run, record=record)
     for name in ("create_table_artifact", "create_markdown_artifact"):
         monkeypatch.setattr(run_watch, name, MagicMock(side_effect=ConnectionError("no server")))
     with watch:
@@ -157,6 +161,7 @@ def test_nothing_that_fails_at_the_end_fails_the_run_and_each_failure_is_a_line(
         watch.finish({"run_id": "r-1", "steps": 2})
     remedy = "failed; `pipelinerl resume synthetic` repeats this"
     lines = [record.getMessage() for record in caplog.records]
+    assert lines.pop(1).startswith(f"models and traces of the MLflow run {remedy}: API request to http")
     assert lines == [
         f"files of the MLflow run {remedy}: no object 'report.json' in file://{tmp_path}/r-1",
         f"artifacts of the flow run {remedy}: no server",
