@@ -45,6 +45,17 @@ def simulate(
     actor_speeds: Annotated[
         str, typer.Option(metavar="S1,S2,...", help="Speed of each actor's decode steps, if actors are unequal.")
     ] = "",
+    preemptions: Annotated[
+        str,
+        typer.Option(
+            metavar="TRACE.csv|RATES",
+            help="Preemptions of machines: a CSV file, or mean seconds between those of a machine, for example "
+            "actors=3600,trainer=14400,away=300,notice=120.",
+        ),
+    ] = "",
+    start_seconds: Annotated[
+        float, typer.Option(min=0, help="With --preemptions: time in which a started role loads code and weights.")
+    ] = 30.0,
     calibrate: Annotated[
         bool,
         typer.Option("--calibrate", help="Measure this machine with short runs of the configuration first."),
@@ -69,6 +80,7 @@ def simulate(
     - `pipelinerl simulate latest --longer 2`
     - `pipelinerl simulate latest --turns 4 --tool-seconds 2`
     - `pipelinerl simulate latest placement.actors=3 --actor-speeds 1,1,0.5`
+    - `pipelinerl simulate math-7b-16gpu --preemptions actors=3600,trainer=14400,away=300`
     - `pipelinerl simulate --paper`
     """
     from pipelinerl_core.errors import ConfigError
@@ -78,6 +90,8 @@ def simulate(
 
     if paper == bool(source):
         raise ConfigError("simulate needs a recorded run, for example `latest`, or a configuration, or --paper")
+    if preemptions and sweeps:
+        raise ConfigError("--preemptions is not possible with --sweep. Give one of them")
     if (write or figure) and not sweeps:
         raise ConfigError("--write and --figure need --sweep KEY=V1,V2")
     if paper:
@@ -102,6 +116,9 @@ def simulate(
         document = what_if.document(chosen, config)
     else:
         document = what_if.recorded_document(recorded, chosen, config if changes or gpus else None)
+    if preemptions:
+        say(f"simulating {config.trainer.steps} steps with preemptions")
+        document["goodput"] = what_if.goodput_document(chosen, config, preemptions, start_seconds)
     text = what_if.lines(document)
     del document["memory_lines"]
     answer(document, text, as_json=as_json)

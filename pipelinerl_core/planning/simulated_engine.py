@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pipelinerl_core.ledger import ActorKey, Grant
+from pipelinerl_core.types import Origin
 
 # A sequence ends up to this share of a step early, because times are rounded.
 _SAME_STEP = 1e-3
@@ -38,6 +39,12 @@ class GroupWork:
     """Rollouts that have not ended."""
     sampled: list[tuple[float, int]] = field(default_factory=list)
     """(step at which sampling started, length) of the turns that have ended."""
+    earlier: dict[int, int] = field(default_factory=dict)
+    """Tokens by version that earlier engines sampled."""
+    origins: tuple[Origin, ...] = ()
+    """The same tokens by engine."""
+    rest: "list[_Sequence]" = field(default_factory=list)
+    """Sequences that another engine continues, after the end of this engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,8 @@ class _Sequence:
     done: int
     """Tokens of earlier turns."""
     work: GroupWork
+    is_cached: bool = False
+    """Whether this engine needs no prefill, because it has sampled the earlier turns."""
 
 
 class SimulatedEngine:
@@ -67,12 +76,14 @@ class SimulatedEngine:
         speed: float = 1.0,
         turns: int = 1,
         tool_seconds: float = 0.0,
+        version: int = 0,
     ) -> None:
         """prefill_seconds: time for which the admission of one sequence stops the decode steps. speed: of the decode
         steps, relative to `speeds`. turns: of equal length, per rollout; tool_seconds: time between two turns, in
-        which the sequence has no slot and no space in the KV cache. Later turns need no prefill."""
+        which the sequence has no slot and no space in the KV cache. Later turns need no prefill. version: of the
+        weights at the start."""
         self.key = key
-        self.version = 0
+        self.version = version
         self.works: dict[str, GroupWork] = {}
         """Leased groups by lease_id."""
         self.busy_slot_seconds = 0.0
@@ -103,7 +114,7 @@ class SimulatedEngine:
         self._step_seconds = 1.0  # of the running sequences
         self._stopped_until = 0.0  # by prefill and swaps
         self._swap_steps = [0.0]  # step of the swap to each version of _versions
-        self._versions = [0]
+        self._versions = [version]
 
     @property
     def num_running(self) -> int:
@@ -156,6 +167,37 @@ class SimulatedEngine:
             self._waiting.append(_Sequence(turns, 0, work))
         self._admit()
 
+    def resume(self, grant: Grant, work: GroupWork) -> None:
+        """Continue the rollouts of a group that `end` has returned from another engine."""
+        now = GroupWork(grant, work.unfinished, earlier=work.earlier, origins=work.origins)
+        self.works[grant.lease_id] = now
+        self._waiting.extend(_Sequence(sequence.turns, sequence.done, now) for sequence in work.rest)
+        self._admit()
+
+    def end(self, lost_seconds: float) -> list[GroupWork]:
+        """End the engine; returns its groups, for other engines to `resume`. The tokens of the last `lost_seconds`
+        are lost."""
+        lost = lost_seconds / self._step_seconds if self._running else 0.0
+        for last, _, sequence in self._running:
+            start = last - sequence.turns[0]
+            kept = max(0, int(self._steps - lost - start))
+            self._num_ended_tokens += max(0, int(self._steps - start))
+            if kept:
+                sequence.work.sampled.append((start, kept))
+            turns = (sequence.turns[0] - kept, *sequence.turns[1:])
+            sequence.work.rest.append(_Sequence(turns, sequence.done + kept, sequence.work))
+        for sequence in (*self._waiting, *(sequence for _, sequence in self._away)):
+            sequence.work.rest.append(sequence)
+        works = list(self.works.values())
+        for work in works:
+            own = sum(length for _, length in work.sampled)
+            work.earlier = self.tokens_by_version(work)
+            work.origins = (*work.origins, Origin(self.key.name, self.key.epoch, own))
+        self.works, self._running, self._sum_of_starts = {}, [], 0.0
+        self._waiting.clear()
+        self._away.clear()
+        return works
+
     def end_sequences(self) -> list[GroupWork]:
         """End the turns that have all their tokens, begin the turns that are due; returns the complete groups."""
         complete = []
@@ -169,7 +211,7 @@ class SimulatedEngine:
             work.sampled.append((last - length, length))
             self._free_tokens += self._prompt_tokens + sequence.done + length
             if len(sequence.turns) > 1:
-                following = _Sequence(sequence.turns[1:], sequence.done + length, work)
+                following = _Sequence(sequence.turns[1:], sequence.done + length, work, is_cached=True)
                 self._away.append((self._now + self._tool_seconds, following))
                 continue
             work.unfinished -= 1
@@ -196,10 +238,10 @@ class SimulatedEngine:
 
     def tokens_by_version(self, work: GroupWork) -> dict[int, int]:
         """Tokens of a complete group per version that sampled them."""
-        first = bisect_right(self._swap_steps, min(start for start, _ in work.sampled)) - 1
+        counts = dict(work.earlier)
+        first = bisect_right(self._swap_steps, min((start for start, _ in work.sampled), default=math.inf)) - 1
         ends = [*self._swap_steps[first + 1 :], math.inf]
         versions = self._versions[first:]
-        counts: dict[int, int] = {}
         for start, length in work.sampled:
             done = 0
             for end, version in zip(ends, versions, strict=True):
@@ -222,7 +264,7 @@ class SimulatedEngine:
             self._num_admitted += 1
             self._sum_of_starts += self._steps
             heapq.heappush(self._running, (self._steps + sequence.turns[0], self._num_admitted, sequence))
-            if not sequence.done:
+            if not sequence.is_cached:
                 self.stop(self._prefill_seconds)
         self._set_step_seconds()
 

@@ -10,7 +10,12 @@ tokens are too old. Time moves from event to event:
     an engine syncs                         at the next multiple of sync_seconds after an event that may admit groups
                                             or pause the engine; a paced engine at every multiple
     the trainer asks again                  schedule.stale=wait has held the step back for wait_seconds
-    an actor restarts                       its engine stops; its sequences continue afterwards
+    a machine is preempted                  see below
+
+A preempted actor's groups are queued when its lease expires, or after SIGTERM at once; the next engine that asks for
+groups continues them with the tokens of the log. A preempted trainer loses the steps that are not committed. After
+its return it trains the steps since the newest checkpoint again. Without the hub nothing is leased, reserved or
+committed. A role needs `start_seconds` after its machine is back.
 
 With the default times of 0, messages take no time, and an engine is not paced.
 """
@@ -29,11 +34,12 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.ledger import ActorKey, Arrival, GroupSummary, Ledger
 from pipelinerl_core.messages import Reserved, Sync
 from pipelinerl_core.planning.lengths import Lengths
+from pipelinerl_core.planning.preemptions import Preemption
 from pipelinerl_core.planning.simulated_engine import GroupWork, SimulatedEngine, Speeds
 from pipelinerl_core.rollouts.pace import Pacer
+from pipelinerl_core.supervision.run_roles import TRAINER_STOP_SECONDS
 from pipelinerl_core.types import GroupRef, WeightManifest
 
-_TRAINER_EPOCH = 1
 # Lengths are drawn for this many rollouts at once.
 _DRAWN = 1 << 16
 
@@ -66,8 +72,9 @@ class Work:
     """Tokens of prompts and completions that the KV cache of an actor holds. A sequence reserves all its tokens."""
     actor_speeds: tuple[float, ...] = ()
     """Speed of each actor's decode steps relative to `Speeds`; empty: 1 for all."""
-    restarts: tuple[tuple[int, float, float], ...] = ()
-    """(index of the actor, time, duration) of restarts of actors, seconds."""
+    preemptions: tuple[Preemption, ...] = ()
+    start_seconds: float = 0.0
+    """Time from the start of a process to its first request: it loads code, model and weights."""
     turns: int = 1
     """Turns of an episode; its tokens are divided equally."""
     tool_seconds: float = 0.0
@@ -82,7 +89,7 @@ class Work:
         times = (
             self.prompt_tokens, self.prefill_token_seconds, self.swap_seconds, self.publish_seconds,
             self.commit_seconds, self.fetch_seconds, self.snapshot_seconds, self.arrival_seconds, self.sync_seconds,
-            self.tool_seconds, self.turns - 1,
+            self.tool_seconds, self.turns - 1, self.start_seconds,
         )  # fmt: skip
         if min(times) < 0 or not 0 <= self.equal_share < 1:
             raise ConfigError(
@@ -184,32 +191,28 @@ class _Simulation:
         self._steps: list[SimulatedStep] = []
         self._summaries: dict[int, GroupSummary] = {}  # of ready and reserved groups
         self._is_training = False
+        self._has_trainer = True  # which takes further steps
+        self._trainer_epoch = 1
+        self._checkpoint, self._checkpointed_at = 0, 0.0  # step and time of the newest checkpoint
+        self._train_seconds: list[float] = []  # of each step
+        self._hub_until = 0.0  # the hub is away until then
+        self._log_seconds = config.store.log_seconds("")
         self._next_step = 1
         self._idle_since = 0.0
         self._asked_again_for = 0  # step whose second request is scheduled
         self._has_pauses = config.schedule.leases_more
         self._ledger = Ledger(config, clock=lambda: self._now)
         self._ledger.committed(0, (), _manifest(0))
-        self._engines = [
-            SimulatedEngine(
-                ActorKey(f"actor-{number}", 1),
-                slots=max(1, round(work.usable_slots * config.engine.concurrency)),
-                group_size=config.rollouts.group_size,
-                speeds=speeds,
-                prefill_seconds=work.prompt_tokens * work.prefill_token_seconds,
-                prompt_tokens=work.prompt_tokens,
-                cache_tokens=work.cache_tokens,
-                speed=work.actor_speeds[number] if number < len(work.actor_speeds) else 1.0,
-                turns=work.turns,
-                tool_seconds=work.tool_seconds,
-            )
-            for number in range(config.placement.actors)
-        ]
+        self._epochs = [1] * config.placement.actors
+        self._engines = [self._engine(number) for number in range(config.placement.actors)]
+        self._ended: list[SimulatedEngine] = []
+        self._away: set[int] = set()  # numbers of preempted actors
+        self._open: dict[int, GroupWork] = {}  # groups of preempted actors
         self._pacers = [Pacer(config.trainer.groups_per_step) for _ in self._engines]
         self._is_paced = config.paces_engines and work.sync_seconds > 0
         self._num_ticks = 0  # scheduled syncs of paced engines, which cause no progress of their own
         self._sum_of_delays, self._num_delays = 0.0, 0
-        self._sent: list[dict[str, None]] = [{} for _ in self._engines]  # leases of groups that have not arrived
+        self._sent: list[dict[str, GroupWork]] = [{} for _ in self._engines]  # by lease: groups that have not arrived
         self._syncing: set[int] = set()  # engines whose next sync is scheduled
         self._wakes = [math.inf] * len(self._engines)  # time of the next event of each engine
         self._refused = dict.fromkeys(range(len(self._engines)))  # engines that need groups, in order
@@ -217,12 +220,13 @@ class _Simulation:
     def run(self) -> SimulatedRun:
         for engine in self._engines:
             self._ledger.register_actor(engine.key)
-        self._ledger.register_trainer(_TRAINER_EPOCH)
+        self._ledger.register_trainer(self._trainer_epoch)
         for number in range(len(self._engines)):
             self._sync(number)
             self._tick(number)
-        for number, at, seconds in self._work.restarts:
-            self._at(at, partial(self._stop, number, seconds))
+        for preemption in self._work.preemptions:
+            ends = {"trainer": self._trainer_stops, "hub": self._hub_ends}.get(preemption.role, self._actor_ends)
+            self._at(max(0.0, preemption.at - preemption.notice_seconds), partial(ends, preemption))
         while not self._ledger.is_done:
             if len(self._events) <= self._num_ticks:
                 raise ConfigError(
@@ -232,21 +236,84 @@ class _Simulation:
             self._now, _, event = heapq.heappop(self._events)
             event()
         slot_seconds = self._now * self._config.engine.concurrency * len(self._engines)
+        engines = (*self._engines, *self._ended)
         return SimulatedRun(
             steps=tuple(self._steps),
             tokens=self._ledger.tokens(),
-            busy_slots=sum(engine.busy_slot_seconds for engine in self._engines) / slot_seconds,
-            waited_for_cache=sum(engine.cache_wait_seconds for engine in self._engines)
-            / (self._now * len(self._engines)),
-            seconds_per_token=sum(engine.busy_slot_seconds - engine.paced_seconds for engine in self._engines)
-            / max(1, sum(engine.num_tokens for engine in self._engines)),
+            busy_slots=sum(engine.busy_slot_seconds for engine in engines) / slot_seconds,
+            waited_for_cache=sum(engine.cache_wait_seconds for engine in engines) / (self._now * len(self._engines)),
+            seconds_per_token=sum(engine.busy_slot_seconds - engine.paced_seconds for engine in engines)
+            / max(1, sum(engine.num_tokens for engine in engines)),
             delay_seconds=self._sum_of_delays / max(1, self._num_delays),
         )
 
     def _at(self, time: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time, next(self._numbers), event))
 
+    def _waits_for_hub(self, event: Callable[[], None]) -> bool:
+        """Whether the hub is away; the event then happens after the hub's return."""
+        if self._now >= self._hub_until:
+            return False
+        self._at(self._hub_until, event)
+        return True
+
     # ---- engines ---------------------------------------------------------------------------------------------
+
+    def _engine(self, number: int) -> SimulatedEngine:
+        work, config = self._work, self._config
+        return SimulatedEngine(
+            ActorKey(f"actor-{number}", self._epochs[number]),
+            slots=max(1, round(work.usable_slots * config.engine.concurrency)),
+            group_size=config.rollouts.group_size,
+            speeds=self._speeds,
+            prefill_seconds=work.prompt_tokens * work.prefill_token_seconds,
+            prompt_tokens=work.prompt_tokens,
+            cache_tokens=work.cache_tokens,
+            speed=work.actor_speeds[number] if number < len(work.actor_speeds) else 1.0,
+            turns=work.turns,
+            tool_seconds=work.tool_seconds,
+            version=self._ledger.newest_version,
+        )
+
+    def _actor_ends(self, event: Preemption) -> None:
+        """An actor is killed or, with notice, hands its groups over."""
+        number = int(event.role.partition("-")[2])
+        engine = self._engines[number]
+        engine.advance(self._now)
+        for work in self._sent[number].values():
+            self._add(engine, work)
+        self._sent[number].clear()
+        works = engine.end(0.0 if event.notice_seconds else self._log_seconds / 2)
+        if self._log_seconds:
+            self._open |= {work.grant.group_id: work for work in works}
+        self._away.add(number)
+        self._epochs[number] += 1
+        self._wake(number)
+        self._request_step()
+        lease_seconds = 0.0 if event.notice_seconds else self._config.placement.lease_seconds
+        self._at(self._now + lease_seconds, partial(self._actor_leaves, engine.key))
+        returns_at = event.at + event.away_seconds + self._work.start_seconds
+        self._at(returns_at, partial(self._actor_returns, number, self._epochs[number]))
+
+    def _actor_leaves(self, key: ActorKey) -> None:
+        """The leases of a preempted actor end."""
+        if not self._waits_for_hub(partial(self._actor_leaves, key)):
+            self._ledger.bye(key)
+            self._lease()
+
+    def _actor_returns(self, number: int, epoch: int) -> None:
+        if epoch != self._epochs[number] or self._waits_for_hub(partial(self._actor_returns, number, epoch)):
+            return
+        self._ended.append(self._engines[number])
+        self._engines[number] = self._engine(number)
+        self._engines[number].advance(self._now)
+        self._ledger.register_actor(self._engines[number].key)
+        self._away.discard(number)
+        self._sync(number)
+        self._lease()
+
+    def _hub_ends(self, event: Preemption) -> None:
+        self._hub_until = max(self._hub_until, event.at + event.away_seconds + self._work.start_seconds)
 
     def _lease(self) -> None:
         """Let every engine that was refused groups sync."""
@@ -283,18 +350,15 @@ class _Simulation:
 
         self._at(self._now + interval, again)
 
-    def _stop(self, number: int, seconds: float) -> None:
-        """The actor restarts."""
-        self._engines[number].advance(self._now)
-        self._engines[number].stop(seconds)
-        self._wake(number)
-
     def _sync(self, number: int) -> None:
         """Request the groups that an engine needs, and schedule its next event."""
         self._refused.pop(number, None)
         self._syncing.discard(number)
         engine = self._engines[number]
         engine.advance(self._now)
+        if number in self._away or self._waits_for_hub(partial(self._sync, number)):
+            self._wake(number)
+            return
         if self._has_pauses:
             engine.set_paused(self._ledger.must_pause(engine.version))
         want = engine.wanted_groups
@@ -312,7 +376,10 @@ class _Simulation:
             )
             granted = self._ledger.sync(engine.key, message).leases
             for grant in granted:
-                engine.take(grant, self._draw())
+                if grant.group_id in self._open:
+                    engine.resume(grant, self._open.pop(grant.group_id))
+                else:
+                    engine.take(grant, self._draw())
             if len(granted) < want:
                 self._refused[number] = None
         self._wake(number)
@@ -332,8 +399,8 @@ class _Simulation:
         engine = self._engines[number]
         engine.advance(time)
         complete = engine.end_sequences()
+        self._sent[number].update((work.grant.lease_id, work) for work in complete)
         if complete and self._work.arrival_seconds:
-            self._sent[number].update((work.grant.lease_id, None) for work in complete)
             self._at(time + self._work.arrival_seconds, partial(self._arrive, number, complete))
         elif complete:
             self._arrive(number, complete)
@@ -344,10 +411,12 @@ class _Simulation:
 
     def _arrive(self, number: int, complete: list[GroupWork]) -> None:
         """Complete groups arrive at the ledger."""
+        if self._waits_for_hub(partial(self._arrive, number, complete)):
+            return
         outstanding = self._ledger.counts.outstanding
         for work in complete:
-            self._sent[number].pop(work.grant.lease_id, None)
-            self._add(self._engines[number], work)
+            if self._sent[number].pop(work.grant.lease_id, None):  # else it has arrived before the actor ended
+                self._add(self._engines[number], work)
         self._request_step()
         if self._ledger.counts.outstanding < outstanding:  # a group was filtered or dropped
             self._lease()
@@ -364,6 +433,7 @@ class _Simulation:
                 actor_epoch=engine.key.epoch,
                 num_rollouts=size,
                 num_tokens=sum(versions.values()),
+                origins=work.origins,
             ),
             rewards=self._rewards(size),
             tokens_by_version=versions,
@@ -404,10 +474,12 @@ class _Simulation:
     # ---- the trainer -----------------------------------------------------------------------------------------
 
     def _request_step(self) -> None:
-        step = self._next_step
-        if self._is_training or step > self._config.trainer.steps or not self._ledger.is_due(step):
+        step, epoch = self._next_step, self._trainer_epoch
+        if self._is_training or not self._has_trainer or step > self._config.trainer.steps:
             return
-        answer = self._ledger.reserve(step, _TRAINER_EPOCH)
+        if not self._ledger.is_due(step) or self._waits_for_hub(self._request_step):
+            return
+        answer = self._ledger.reserve(step, epoch)
         if not answer.is_ready:
             if self._asked_again_for < step:
                 self._asked_again_for = step
@@ -418,11 +490,14 @@ class _Simulation:
         waited = self._now - self._idle_since + fetch_seconds
         num_tokens = sum(ref.num_tokens + ref.num_rollouts * self._work.prompt_tokens for ref in answer.groups)
         seconds = fetch_seconds + self._speeds.train_seconds(num_tokens)
-        self._at(self._now + seconds, partial(self._computed, step, answer, waited))
+        self._train_seconds.append(seconds - fetch_seconds)
+        self._at(self._now + seconds, partial(self._computed, epoch, step, answer, waited))
 
-    def _computed(self, step: int, answer: Reserved, waited: float) -> None:
+    def _computed(self, epoch: int, step: int, answer: Reserved, waited: float) -> None:
         """An optimizer step ends: its commit follows, and the trainer requests the next groups."""
-        trained = [self._summaries.pop(ref.group_id) for ref in answer.groups]
+        if epoch != self._trainer_epoch:
+            return
+        trained = [self._summaries[ref.group_id] for ref in answer.groups]
         lags = [(step - 1 - v, num) for summary in trained for v, num in summary.tokens_by_version.items()]
         self._steps.append(
             SimulatedStep(
@@ -435,18 +510,26 @@ class _Simulation:
             )
         )
         self._next_step = step + 1
-        self._at(self._now + self._work.commit_seconds, partial(self._commit, step, answer))
-        self._at(self._now + self._work.snapshot_seconds, self._next_request)
+        self._at(self._now + self._work.commit_seconds, partial(self._commit, epoch, step, answer))
+        self._at(self._now + self._work.snapshot_seconds, partial(self._next_request, epoch))
 
-    def _next_request(self) -> None:
+    def _next_request(self, epoch: int) -> None:
+        if epoch != self._trainer_epoch:
+            return
         self._is_training, self._idle_since = False, self._now
         outstanding = self._ledger.counts.outstanding
         self._request_step()
         if self._ledger.counts.outstanding < outstanding:  # a group was dropped
             self._lease()
 
-    def _commit(self, step: int, answer: Reserved) -> None:
+    def _commit(self, epoch: int, step: int, answer: Reserved) -> None:
         """A step is committed: the window admits groups, and the version is announced."""
+        if epoch != self._trainer_epoch or self._waits_for_hub(partial(self._commit, epoch, step, answer)):
+            return
+        for ref in answer.groups:
+            del self._summaries[ref.group_id]
+        if self._now - self._checkpointed_at >= self._config.checkpoint.every_seconds:
+            self._checkpoint, self._checkpointed_at = step, self._now
         is_published = self._config.publishes(step)
         self._ledger.committed(step, answer.decided, _manifest(step) if is_published else None)
         if is_published:
@@ -454,6 +537,30 @@ class _Simulation:
                 self._at(self._now + self._work.publish_seconds, partial(self._swap, number, step))
         self._lease()
         self._pause()
+
+    def _trainer_stops(self, event: Preemption) -> None:
+        """SIGTERM or the end of the trainer: it takes no further step, and ends within TRAINER_STOP_SECONDS."""
+        self._has_trainer = False
+        ends_at = min(event.at, self._now + TRAINER_STOP_SECONDS)
+        self._at(ends_at, partial(self._trainer_ends, event, self._trainer_epoch))
+
+    def _trainer_ends(self, event: Preemption, epoch: int) -> None:
+        """Steps that are not committed are lost; a trainer is back after the steps since the checkpoint."""
+        if epoch != self._trainer_epoch:
+            return
+        self._trainer_epoch += 1
+        committed = self._ledger.committed_step
+        del self._steps[committed:], self._train_seconds[committed:]
+        self._next_step = committed + 1
+        seconds = self._work.start_seconds + sum(self._train_seconds[self._checkpoint :])
+        self._at(event.at + event.away_seconds + seconds, partial(self._trainer_returns, self._trainer_epoch))
+
+    def _trainer_returns(self, epoch: int) -> None:
+        if epoch != self._trainer_epoch or self._waits_for_hub(partial(self._trainer_returns, epoch)):
+            return
+        self._ledger.register_trainer(epoch)
+        self._has_trainer, self._checkpointed_at = True, self._now
+        self._next_request(epoch)
 
 
 def _manifest(version: int) -> WeightManifest:
