@@ -86,6 +86,7 @@ def simulate(
     from pipelinerl_core.errors import ConfigError
     from pipelinerl_core.planning import what_if
     from pipelinerl_core.planning.case_study import case_study, case_study_lines
+    from pipelinerl_core.planning.preemptions import goodput_lines, predict_goodput
     from pipelinerl_core.planning.sweep import parse_sweep
 
     if paper == bool(source):
@@ -116,10 +117,11 @@ def simulate(
         document = what_if.document(chosen, config)
     else:
         document = what_if.recorded_document(recorded, chosen, config if changes or gpus else None)
+    text = what_if.lines(document)
     if preemptions:
         say(f"simulating {config.trainer.steps} steps with preemptions")
-        document["goodput"] = what_if.goodput_document(chosen, config, preemptions, start_seconds)
-    text = what_if.lines(document)
+        document["goodput"] = predict_goodput(chosen, config, preemptions, start_seconds)
+        text += ["", *goodput_lines(document["goodput"])]
     del document["memory_lines"]
     answer(document, text, as_json=as_json)
 

@@ -1,13 +1,11 @@
 """A prediction: the figures of a simulated run without its first steps, and its bottleneck."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.planning.preemptions import Preemption, capacity
 from pipelinerl_core.planning.simulated_engine import Speeds
 from pipelinerl_core.planning.simulator import Work, simulate
 from pipelinerl_core.report.advice import Evidence, bottleneck
@@ -16,8 +14,6 @@ MIN_STEPS = 6
 """Steps that a recorded run must have."""
 START_SHARE = 0.2
 """Share of the first steps that is left out: engines fill their slots, and libraries warm up."""
-START_STEPS = 10
-"""Most steps that are left out of a goodput, so that few preemptions are."""
 
 
 FEWEST_STEPS, MOST_STEPS = 40, 200
@@ -62,23 +58,6 @@ class Prediction:
         return {**asdict(self), "seconds": steps / self.steps_per_second}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Goodput:
-    """A run with preemptions, beside the same run without."""
-
-    steps_per_second: float
-    generation_capacity: float
-    """Share of the time in which the machines of the actors were there."""
-    training_capacity: float
-    """The same of the trainer."""
-    possible: float
-    """Steps per second that this capacity allows."""
-    goodput: float
-    """steps_per_second / possible."""
-    preemptions: Mapping[str, int]
-    """Preemptions of actors, trainer and hub in this time."""
-
-
 class Source(Protocol):
     """Where the inputs of a prediction come from: a recorded run, a cached calibration, or a table."""
 
@@ -114,49 +93,6 @@ def predict(source: Source, config: RunConfig) -> Prediction:
             waited_for_cache=run.waited_for_cache,
         ),
     )
-
-
-def goodput(
-    steps: Sequence[float], trace: Sequence[Preemption], config: RunConfig, undisturbed: Prediction
-) -> Goodput:
-    """The goodput of a run whose optimizer steps ended at `steps`, seconds since its start, without the first steps.
-
-    undisturbed: the same run without preemptions; its rate times the capacity of its bottleneck is what is possible.
-    If generation and training are both busy, or neither, the role with less capacity counts. Raises ConfigError if
-    the run has too few steps.
-    """
-    skip = max(1, min(START_STEPS, int(START_SHARE * len(steps))))
-    if len(steps) < MIN_STEPS:
-        raise ConfigError(f"{len(steps)} steps are too few for a goodput, at least {MIN_STEPS} are needed")
-    start, end = steps[skip - 1], steps[-1]
-    generation, training = capacity(trace, config.placement.actors, start, end)
-    shares = {"generation": generation, "training": training}
-    share = shares.get(undisturbed.bottleneck, min(shares.values()))
-    if config.takes_turns:
-        idle = undisturbed.trainer_idle
-        share = 1 / (idle / generation + (1 - idle) / training) if min(shares.values()) > 0 else 0.0
-    rate, possible = (len(steps) - skip) / (end - start), undisturbed.steps_per_second * share
-    roles = [event.role.partition("-")[0] for event in trace if start <= event.at < end]
-    return Goodput(
-        steps_per_second=rate,
-        generation_capacity=generation,
-        training_capacity=training,
-        possible=possible,
-        goodput=rate / possible if possible else 0.0,
-        preemptions={role: roles.count(role) for role in ("actor", "trainer", "hub")},
-    )
-
-
-def predict_goodput(
-    source: Source, config: RunConfig, trace: Sequence[Preemption], start_seconds: float, undisturbed: Prediction
-) -> Goodput:
-    """Simulate all steps of a configuration with preemptions. Raises ConfigError as `simulate`.
-
-    start_seconds: from the start of a process to its first request. undisturbed: the prediction without preemptions.
-    """
-    work = replace(source.work_of(config), preemptions=tuple(trace), start_seconds=start_seconds)
-    run = simulate(config, source.speeds_of(config), work)
-    return goodput([step.at for step in run.steps], trace, config, undisturbed)
 
 
 def shortened(config: RunConfig) -> RunConfig:

@@ -1,94 +1,130 @@
-"""Preemptions of machines: a trace from a file or from rates, and the capacity that is left.
-
-A trace is a CSV file with the header `seconds,role,away_seconds,notice_seconds` and a row for each preemption:
-
-    seconds          when the machine of the role ends, seconds since the start of the run
-    role             actor-<index>, trainer or hub
-    away_seconds     until a machine is back; the role then starts
-    notice_seconds   the role gets SIGTERM so many seconds before; 0: it is killed
-"""
+"""Preemptions of machines: a trace from a file or from rates, and the goodput of a run with them (docs/planning.md)."""
 
 import csv
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.planning.prediction import MIN_STEPS, START_SHARE, Prediction, Source, predict
+from pipelinerl_core.planning.simulator import Preemption, simulate
 
-_RATES = ("actors", "trainer", "hub", "away", "notice")
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Preemption:
-    """A machine ends, and a machine of the same role is back later."""
-
-    at: float
-    """Seconds since the start of the run."""
-    role: str
-    """actor-<index>, trainer or hub."""
-    away_seconds: float
-    notice_seconds: float = 0.0
+START_STEPS = 10
+"""Most steps at the start that a goodput leaves out."""
+_ROLES = ("actors", "trainer", "hub")
+_LONGEST_RUN = 4.0
+"""Rates make preemptions for so many times the length of the run without preemptions."""
 
 
-def read_trace(path: str, config: RunConfig) -> tuple[Preemption, ...]:
-    """The preemptions of a file, in order of time. Raises ConfigError with the line that is wrong."""
+def read_trace(path: str, config: RunConfig) -> list[Preemption]:
+    """The preemptions of a CSV file. Raises ConfigError with the line that is wrong."""
     roles = {"trainer", "hub", *(f"actor-{index}" for index in range(config.placement.actors))}
     trace = []
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
-            for number, row in enumerate(csv.DictReader(file), 2):
-                numbers = [float(row[f"{name}seconds"] or "") for name in ("", "away_", "notice_")]
-                if row["role"] not in roles or not all(0 <= value < math.inf for value in numbers):
-                    raise ConfigError(
-                        f"--preemptions {path}, line {number}: the role must be trainer, hub or actor-0 to "
-                        f"actor-{config.placement.actors - 1} (placement.actors), and the times 0 or more"
-                    )
-                trace.append(Preemption(numbers[0], row["role"], *numbers[1:]))
+            for row in csv.DictReader(file):
+                at, away, notice = (float(row[f"{name}seconds"]) for name in ("", "away_", "notice_"))
+                if row["role"] not in roles or not (min(at, away, notice) >= 0 and max(at, away, notice) < math.inf):
+                    raise ValueError
+                trace.append(Preemption(at, row["role"], away, notice))
     except OSError as error:
         raise ConfigError(f"--preemptions {path}: {error.strerror}. Give a CSV file or rates") from None
     except (KeyError, ValueError, TypeError, csv.Error):
         raise ConfigError(
-            f"--preemptions {path}: not a CSV file with numbers in seconds,role,away_seconds,notice_seconds"
+            f"--preemptions {path}, row {len(trace) + 1}: give seconds,role,away_seconds,notice_seconds, times of 0 or "
+            f"more and a role of trainer, hub, actor-0 to actor-{config.placement.actors - 1}"
         ) from None
-    return tuple(sorted(trace))
+    return trace
 
 
-def made_trace(rates: str, config: RunConfig, seconds: float) -> tuple[Preemption, ...]:
-    """Preemptions of the first `seconds` at rates such as `actors=3600,trainer=14400,away=300,notice=120`.
+def made_trace(rates: str, config: RunConfig, seconds: float) -> list[Preemption]:
+    """Preemptions of the first `seconds` at rates such as `actors=3600,trainer=14400,hub=9e4,away=300,notice=120`.
 
     actors, trainer, hub: mean seconds that a machine of the role lives, exponentially distributed; a role that is
     left out is not preempted. The seed of the configuration decides the times. Raises ConfigError.
     """
+    values = {"away": 300.0, "notice": 0.0}
     try:
-        values = {key: float(value) for key, _, value in (part.partition("=") for part in rates.split(","))}
+        values |= {key: float(value) for key, _, value in (part.partition("=") for part in rates.split(","))}
+        lives = {key: values[key] for key in _ROLES if key in values}
+        is_known = not values.keys() - {*_ROLES, "away", "notice"}
+        if not (lives and is_known and min(lives.values()) > 0 and all(0 <= x < math.inf for x in values.values())):
+            raise ValueError
     except ValueError:
-        values = {}
-    lives = {key: value for key, value in values.items() if key in _RATES[:3]}
-    if values.keys() - set(_RATES) or not lives or not min(lives.values()) > 0 or min(values.values()) < 0:
         raise ConfigError(
-            f"--preemptions {rates}: give a CSV file, or the mean seconds between preemptions, for example "
-            "actors=3600,trainer=14400,away=300,notice=120 (also hub=)"
-        )
+            f"--preemptions {rates}: give a CSV file, or mean seconds between preemptions of a machine, for example "
+            "actors=3600,trainer=14400,hub=86400,away=300,notice=120"
+        ) from None
     random, trace = np.random.default_rng(config.seed), []
-    away, notice = values.get("away", 300.0), values.get("notice", 0.0)
-    actors = [f"actor-{index}" for index in range(config.placement.actors)]
     for key, mean in lives.items():
-        for role in actors if key == "actors" else [key]:
+        for role in [f"actor-{index}" for index in range(config.placement.actors)] if key == "actors" else [key]:
             at = random.exponential(mean)
             while at < seconds:
-                trace.append(Preemption(at, role, away, notice))
-                at += away + random.exponential(mean)
-    return tuple(sorted(trace))
+                trace.append(Preemption(at, role, values["away"], values["notice"]))
+                at += values["away"] + random.exponential(mean)
+    return trace
 
 
-def capacity(trace: Sequence[Preemption], actors: int, start: float, end: float) -> tuple[float, float]:
-    """Shares of the time from `start` to `end` in which machines of (actors, trainer) were there."""
-    away = {"actor": 0.0, "trainer": 0.0, "hub": 0.0}
+def goodput(
+    steps: Sequence[float], trace: Sequence[Preemption], config: RunConfig, undisturbed: Prediction
+) -> dict[str, Any]:
+    """Steps per second of a run with preemptions, and what its machines allow, without the first steps.
+
+    steps: ends of the optimizer steps, seconds since the start of the run. undisturbed: the same run without
+    preemptions. Its rate times the share of the time in which the machines of the bottleneck were there is possible;
+    if the bottleneck is neither generation nor training, the smaller share counts. Raises ConfigError if the run has
+    too few steps.
+    """
+    if len(steps) < MIN_STEPS:
+        raise ConfigError(f"{len(steps)} steps are too few for a goodput, at least {MIN_STEPS} are needed")
+    skip = max(1, min(START_STEPS, int(START_SHARE * len(steps))))
+    start, end = steps[skip - 1], steps[-1]
+    away: dict[str, float] = defaultdict(float)
     for event in trace:
         overlap = min(end, event.at + event.away_seconds) - max(start, event.at)
         away[event.role.partition("-")[0]] += max(0.0, overlap)
-    return 1 - away["actor"] / (actors * (end - start)), 1 - away["trainer"] / (end - start)
+    generation = 1 - away["actor"] / (config.placement.actors * (end - start))
+    training = 1 - away["trainer"] / (end - start)
+    shares = {"generation": generation, "training": training}
+    share = shares.get(undisturbed.bottleneck, min(shares.values()))
+    rate = (len(steps) - skip) / (end - start)
+    return {
+        "preemptions": dict(Counter(event.role.partition("-")[0] for event in trace if start <= event.at < end)),
+        "steps_per_second": rate,
+        "generation_capacity": generation,
+        "training_capacity": training,
+        "possible_steps_per_second": undisturbed.steps_per_second * share,
+        "goodput": rate / (undisturbed.steps_per_second * share),
+    }
+
+
+def predict_goodput(source: Source, config: RunConfig, preemptions: str, start_seconds: float) -> dict[str, Any]:
+    """Simulate all steps of a configuration with preemptions, a CSV file or rates. Raises ConfigError.
+
+    start_seconds: from the start of a process to its first request.
+    """
+    undisturbed = predict(source, config)
+    if "=" in preemptions:
+        trace = made_trace(preemptions, config, _LONGEST_RUN * config.trainer.steps / undisturbed.steps_per_second)
+    else:
+        trace = read_trace(preemptions, config)
+    work = replace(source.work_of(config), preemptions=tuple(trace), start_seconds=start_seconds)
+    run = simulate(config, source.speeds_of(config), work)
+    return goodput([step.at for step in run.steps], trace, config, undisturbed)
+
+
+def goodput_lines(result: Mapping[str, Any]) -> list[str]:
+    """The figures as text."""
+    events = ", ".join(f"{number} of {role}" for role, number in result["preemptions"].items()) or "none"
+    return [
+        f"with preemptions: {events}",
+        f"{'machines there':<18}actors {result['generation_capacity']:.1%}, trainer {result['training_capacity']:.1%}",
+        f"{'steps per second':<18}{result['steps_per_second']:.3g} of {result['possible_steps_per_second']:.3g}",
+        f"{'goodput':<18}{result['goodput']:.3f}",
+    ]

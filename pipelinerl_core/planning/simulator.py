@@ -22,6 +22,7 @@ With the default times of 0, messages take no time, and an engine is not paced.
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +35,6 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.ledger import ActorKey, Arrival, GroupSummary, Ledger
 from pipelinerl_core.messages import Reserved, Sync
 from pipelinerl_core.planning.lengths import Lengths
-from pipelinerl_core.planning.preemptions import Preemption
 from pipelinerl_core.planning.simulated_engine import GroupWork, SimulatedEngine, Speeds
 from pipelinerl_core.rollouts.pace import Pacer
 from pipelinerl_core.supervision.run_roles import TRAINER_STOP_SECONDS
@@ -42,6 +42,19 @@ from pipelinerl_core.types import GroupRef, WeightManifest
 
 # Lengths are drawn for this many rollouts at once.
 _DRAWN = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Preemption:
+    """A machine ends, and a machine of the same role is back later."""
+
+    at: float
+    """Seconds since the start of the run."""
+    role: str
+    """actor-<index>, trainer or hub."""
+    away_seconds: float
+    notice_seconds: float = 0.0
+    """Time from SIGTERM to the end; 0: no SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,9 +205,9 @@ class _Simulation:
         self._summaries: dict[int, GroupSummary] = {}  # of ready and reserved groups
         self._is_training = False
         self._has_trainer = True  # which takes further steps
-        self._trainer_epoch = 1
-        self._checkpoint, self._checkpointed_at = 0, 0.0  # step and time of the newest checkpoint
-        self._train_seconds: list[float] = []  # of each step
+        self._ended = Counter[str]()  # processes of each role that have ended
+        self._checkpointed_at = 0.0
+        self._replay_seconds = 0.0  # of the steps since the newest checkpoint
         self._hub_until = 0.0  # the hub is away until then
         self._log_seconds = config.store.log_seconds("")
         self._next_step = 1
@@ -203,9 +216,8 @@ class _Simulation:
         self._has_pauses = config.schedule.leases_more
         self._ledger = Ledger(config, clock=lambda: self._now)
         self._ledger.committed(0, (), _manifest(0))
-        self._epochs = [1] * config.placement.actors
         self._engines = [self._engine(number) for number in range(config.placement.actors)]
-        self._ended: list[SimulatedEngine] = []
+        self._old_engines: list[SimulatedEngine] = []
         self._away: set[int] = set()  # numbers of preempted actors
         self._open: dict[int, GroupWork] = {}  # groups of preempted actors
         self._pacers = [Pacer(config.trainer.groups_per_step) for _ in self._engines]
@@ -220,7 +232,7 @@ class _Simulation:
     def run(self) -> SimulatedRun:
         for engine in self._engines:
             self._ledger.register_actor(engine.key)
-        self._ledger.register_trainer(self._trainer_epoch)
+        self._ledger.register_trainer(1)
         for number in range(len(self._engines)):
             self._sync(number)
             self._tick(number)
@@ -236,7 +248,7 @@ class _Simulation:
             self._now, _, event = heapq.heappop(self._events)
             event()
         slot_seconds = self._now * self._config.engine.concurrency * len(self._engines)
-        engines = (*self._engines, *self._ended)
+        engines = (*self._engines, *self._old_engines)
         return SimulatedRun(
             steps=tuple(self._steps),
             tokens=self._ledger.tokens(),
@@ -247,22 +259,25 @@ class _Simulation:
             delay_seconds=self._sum_of_delays / max(1, self._num_delays),
         )
 
-    def _at(self, time: float, event: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (time, next(self._numbers), event))
+    def _at(self, time: float, event: Callable[[], None], *, role: str = "", needs_hub: bool = False) -> None:
+        """Schedule an event, unless the process of `role` ends before; needs_hub: not while the hub is away."""
+        num_ended = self._ended[role]
 
-    def _waits_for_hub(self, event: Callable[[], None]) -> bool:
-        """Whether the hub is away; the event then happens after the hub's return."""
-        if self._now >= self._hub_until:
-            return False
-        self._at(self._hub_until, event)
-        return True
+        def happen() -> None:
+            if needs_hub and self._now < self._hub_until:
+                self._at(self._hub_until, happen)
+            elif self._ended[role] == num_ended:
+                event()
+
+        heapq.heappush(self._events, (time, next(self._numbers), happen))
 
     # ---- engines ---------------------------------------------------------------------------------------------
 
     def _engine(self, number: int) -> SimulatedEngine:
-        work, config = self._work, self._config
+        """A new engine of an actor, with the newest weights."""
+        work, config, name = self._work, self._config, f"actor-{number}"
         return SimulatedEngine(
-            ActorKey(f"actor-{number}", self._epochs[number]),
+            ActorKey(name, 1 + self._ended[name]),
             slots=max(1, round(work.usable_slots * config.engine.concurrency)),
             group_size=config.rollouts.group_size,
             speeds=self._speeds,
@@ -276,7 +291,6 @@ class _Simulation:
         )
 
     def _actor_ends(self, event: Preemption) -> None:
-        """An actor is killed or, with notice, hands its groups over."""
         number = int(event.role.partition("-")[2])
         engine = self._engines[number]
         engine.advance(self._now)
@@ -287,33 +301,27 @@ class _Simulation:
         if self._log_seconds:
             self._open |= {work.grant.group_id: work for work in works}
         self._away.add(number)
-        self._epochs[number] += 1
+        self._ended[event.role] += 1
         self._wake(number)
         self._request_step()
         lease_seconds = 0.0 if event.notice_seconds else self._config.placement.lease_seconds
-        self._at(self._now + lease_seconds, partial(self._actor_leaves, engine.key))
+        self._at(self._now + lease_seconds, partial(self._actor_leaves, engine.key), needs_hub=True)
         returns_at = event.at + event.away_seconds + self._work.start_seconds
-        self._at(returns_at, partial(self._actor_returns, number, self._epochs[number]))
+        self._at(returns_at, partial(self._actor_returns, number), role=event.role, needs_hub=True)
 
     def _actor_leaves(self, key: ActorKey) -> None:
-        """The leases of a preempted actor end."""
-        if not self._waits_for_hub(partial(self._actor_leaves, key)):
-            self._ledger.bye(key)
-            self._lease()
+        """The leases of an actor that has ended are free."""
+        self._ledger.bye(key)
+        self._lease()
 
-    def _actor_returns(self, number: int, epoch: int) -> None:
-        if epoch != self._epochs[number] or self._waits_for_hub(partial(self._actor_returns, number, epoch)):
-            return
-        self._ended.append(self._engines[number])
-        self._engines[number] = self._engine(number)
-        self._engines[number].advance(self._now)
-        self._ledger.register_actor(self._engines[number].key)
+    def _actor_returns(self, number: int) -> None:
+        self._old_engines.append(self._engines[number])
+        self._engines[number] = engine = self._engine(number)
+        engine.advance(self._now)
+        self._ledger.register_actor(engine.key)
         self._away.discard(number)
         self._sync(number)
         self._lease()
-
-    def _hub_ends(self, event: Preemption) -> None:
-        self._hub_until = max(self._hub_until, event.at + event.away_seconds + self._work.start_seconds)
 
     def _lease(self) -> None:
         """Let every engine that was refused groups sync."""
@@ -356,13 +364,14 @@ class _Simulation:
         self._syncing.discard(number)
         engine = self._engines[number]
         engine.advance(self._now)
-        if number in self._away or self._waits_for_hub(partial(self._sync, number)):
-            self._wake(number)
+        if number in self._away:
             return
         if self._has_pauses:
             engine.set_paused(self._ledger.must_pause(engine.version))
         want = engine.wanted_groups
-        if want:
+        if want and self._now < self._hub_until:
+            self._at(self._hub_until, partial(self._sync, number))
+        elif want:
             message = Sync(
                 boot_id="0",
                 engine_version=engine.version,
@@ -400,8 +409,9 @@ class _Simulation:
         engine.advance(time)
         complete = engine.end_sequences()
         self._sent[number].update((work.grant.lease_id, work) for work in complete)
-        if complete and self._work.arrival_seconds:
-            self._at(time + self._work.arrival_seconds, partial(self._arrive, number, complete))
+        if complete and (self._work.arrival_seconds or time < self._hub_until):
+            arrive = partial(self._arrive, number, complete)
+            self._at(time + self._work.arrival_seconds, arrive, role=engine.key.name, needs_hub=True)
         elif complete:
             self._arrive(number, complete)
         if engine.wanted_groups and number not in self._refused:
@@ -411,12 +421,10 @@ class _Simulation:
 
     def _arrive(self, number: int, complete: list[GroupWork]) -> None:
         """Complete groups arrive at the ledger."""
-        if self._waits_for_hub(partial(self._arrive, number, complete)):
-            return
         outstanding = self._ledger.counts.outstanding
         for work in complete:
-            if self._sent[number].pop(work.grant.lease_id, None):  # else it has arrived before the actor ended
-                self._add(self._engines[number], work)
+            del self._sent[number][work.grant.lease_id]
+            self._add(self._engines[number], work)
         self._request_step()
         if self._ledger.counts.outstanding < outstanding:  # a group was filtered or dropped
             self._lease()
@@ -474,12 +482,12 @@ class _Simulation:
     # ---- the trainer -----------------------------------------------------------------------------------------
 
     def _request_step(self) -> None:
-        step, epoch = self._next_step, self._trainer_epoch
+        step = self._next_step
         if self._is_training or not self._has_trainer or step > self._config.trainer.steps:
             return
-        if not self._ledger.is_due(step) or self._waits_for_hub(self._request_step):
+        if self._now < self._hub_until or not self._ledger.is_due(step):
             return
-        answer = self._ledger.reserve(step, epoch)
+        answer = self._ledger.reserve(step, 1 + self._ended["trainer"])
         if not answer.is_ready:
             if self._asked_again_for < step:
                 self._asked_again_for = step
@@ -489,14 +497,12 @@ class _Simulation:
         fetch_seconds = self._work.fetch_seconds
         waited = self._now - self._idle_since + fetch_seconds
         num_tokens = sum(ref.num_tokens + ref.num_rollouts * self._work.prompt_tokens for ref in answer.groups)
-        seconds = fetch_seconds + self._speeds.train_seconds(num_tokens)
-        self._train_seconds.append(seconds - fetch_seconds)
-        self._at(self._now + seconds, partial(self._computed, epoch, step, answer, waited))
+        seconds = self._speeds.train_seconds(num_tokens)
+        computed = partial(self._computed, step, answer, waited, seconds)
+        self._at(self._now + fetch_seconds + seconds, computed, role="trainer")
 
-    def _computed(self, epoch: int, step: int, answer: Reserved, waited: float) -> None:
+    def _computed(self, step: int, answer: Reserved, waited: float, seconds: float) -> None:
         """An optimizer step ends: its commit follows, and the trainer requests the next groups."""
-        if epoch != self._trainer_epoch:
-            return
         trained = [self._summaries[ref.group_id] for ref in answer.groups]
         lags = [(step - 1 - v, num) for summary in trained for v, num in summary.tokens_by_version.items()]
         self._steps.append(
@@ -510,26 +516,24 @@ class _Simulation:
             )
         )
         self._next_step = step + 1
-        self._at(self._now + self._work.commit_seconds, partial(self._commit, epoch, step, answer))
-        self._at(self._now + self._work.snapshot_seconds, partial(self._next_request, epoch))
+        commit = partial(self._commit, step, answer, seconds)
+        self._at(self._now + self._work.commit_seconds, commit, role="trainer", needs_hub=True)
+        self._at(self._now + self._work.snapshot_seconds, self._next_request, role="trainer")
 
-    def _next_request(self, epoch: int) -> None:
-        if epoch != self._trainer_epoch:
-            return
+    def _next_request(self) -> None:
         self._is_training, self._idle_since = False, self._now
         outstanding = self._ledger.counts.outstanding
         self._request_step()
         if self._ledger.counts.outstanding < outstanding:  # a group was dropped
             self._lease()
 
-    def _commit(self, epoch: int, step: int, answer: Reserved) -> None:
+    def _commit(self, step: int, answer: Reserved, seconds: float) -> None:
         """A step is committed: the window admits groups, and the version is announced."""
-        if epoch != self._trainer_epoch or self._waits_for_hub(partial(self._commit, epoch, step, answer)):
-            return
         for ref in answer.groups:
             del self._summaries[ref.group_id]
+        self._replay_seconds += seconds
         if self._now - self._checkpointed_at >= self._config.checkpoint.every_seconds:
-            self._checkpoint, self._checkpointed_at = step, self._now
+            self._replay_seconds, self._checkpointed_at = 0.0, self._now
         is_published = self._config.publishes(step)
         self._ledger.committed(step, answer.decided, _manifest(step) if is_published else None)
         if is_published:
@@ -538,29 +542,28 @@ class _Simulation:
         self._lease()
         self._pause()
 
+    def _hub_ends(self, event: Preemption) -> None:
+        self._hub_until = max(self._hub_until, event.at + event.away_seconds + self._work.start_seconds)
+        self._at(self._hub_until, self._request_step)
+
     def _trainer_stops(self, event: Preemption) -> None:
-        """SIGTERM or the end of the trainer: it takes no further step, and ends within TRAINER_STOP_SECONDS."""
+        """After SIGTERM the trainer takes no further step, and ends within TRAINER_STOP_SECONDS."""
         self._has_trainer = False
         ends_at = min(event.at, self._now + TRAINER_STOP_SECONDS)
-        self._at(ends_at, partial(self._trainer_ends, event, self._trainer_epoch))
+        self._at(ends_at, partial(self._trainer_ends, event), role="trainer")
 
-    def _trainer_ends(self, event: Preemption, epoch: int) -> None:
-        """Steps that are not committed are lost; a trainer is back after the steps since the checkpoint."""
-        if epoch != self._trainer_epoch:
-            return
-        self._trainer_epoch += 1
-        committed = self._ledger.committed_step
-        del self._steps[committed:], self._train_seconds[committed:]
-        self._next_step = committed + 1
-        seconds = self._work.start_seconds + sum(self._train_seconds[self._checkpoint :])
-        self._at(event.at + event.away_seconds + seconds, partial(self._trainer_returns, self._trainer_epoch))
+    def _trainer_ends(self, event: Preemption) -> None:
+        """Steps that are not committed are lost."""
+        self._ended["trainer"] += 1
+        self._next_step = self._ledger.committed_step + 1
+        del self._steps[self._next_step - 1 :]
+        seconds = event.away_seconds + self._work.start_seconds + self._replay_seconds
+        self._at(event.at + seconds, self._trainer_returns, role="trainer", needs_hub=True)
 
-    def _trainer_returns(self, epoch: int) -> None:
-        if epoch != self._trainer_epoch or self._waits_for_hub(partial(self._trainer_returns, epoch)):
-            return
-        self._ledger.register_trainer(epoch)
+    def _trainer_returns(self) -> None:
+        self._ledger.register_trainer(1 + self._ended["trainer"])
         self._has_trainer, self._checkpointed_at = True, self._now
-        self._next_request(epoch)
+        self._next_request()
 
 
 def _manifest(version: int) -> WeightManifest:

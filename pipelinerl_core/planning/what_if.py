@@ -14,8 +14,7 @@ from pipelinerl_core.models.resolve import override_config
 from pipelinerl_core.planning.cache import cached_calibration
 from pipelinerl_core.planning.calibration import Calibration
 from pipelinerl_core.planning.lengths import Lengths
-from pipelinerl_core.planning.prediction import Prediction, Source, inputs, predict, predict_goodput
-from pipelinerl_core.planning.preemptions import made_trace, read_trace
+from pipelinerl_core.planning.prediction import Prediction, Source, inputs, predict
 from pipelinerl_core.planning.roofline import Table
 from pipelinerl_core.planning.simulated_engine import Speeds
 from pipelinerl_core.planning.simulator import Work
@@ -28,8 +27,6 @@ ROWS = {
     "busy_slots": ("slots in use", ".0%"),
 }
 """Figure -> its title and format."""
-_LONGEST_RUN = 4.0
-"""Rates make preemptions for so many times the length of the undisturbed run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,21 +174,6 @@ def recorded_document(calibration: Calibration, source: Source, changed: RunConf
     return result | rows | {"ess_by_lag": [asdict(at_lag) for at_lag in calibration.ess_by_lag]}
 
 
-def goodput_document(source: Source, config: RunConfig, preemptions: str, start_seconds: float) -> dict[str, Any]:
-    """The figures of a configuration with preemptions for `--json`. Raises ConfigError.
-
-    preemptions: a CSV file, or rates (planning/preemptions.py). start_seconds: see `predict_goodput`.
-    """
-    undisturbed = predict(source, config)
-    if "=" in preemptions:
-        seconds = _LONGEST_RUN * config.trainer.steps / undisturbed.steps_per_second
-        trace, origin = made_trace(preemptions, config, seconds), "made"
-    else:
-        trace, origin = read_trace(preemptions, config), "read"
-    result = asdict(predict_goodput(source, config, trace, start_seconds, undisturbed))
-    return result | {"trace": f"{origin}: {preemptions}", "start_seconds": start_seconds}
-
-
 def lines(result: Mapping[str, Any]) -> list[str]:
     """The figures as text."""
     columns = [name for name in ("measured", "predicted", "changed") if name in result]
@@ -204,8 +186,6 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     if "changed" in result:
         ratio = result["changed"]["steps_per_second"] / result["predicted"]["steps_per_second"]
         text.append(f"with the changed settings {ratio:.2f} times the steps per second of the recorded settings")
-    if "goodput" in result:
-        text += ["", *_goodput_lines(result["goodput"])]
     if result.get("ess_by_lag"):
         text += ["", "effective sample size of the recorded steps (other lags and settings: not predicted)"]
         text.append(f"  {'mean lag':<10}{'steps':>6}{'ess':>8}{'ess_sequence':>14}")
@@ -218,17 +198,6 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     text += [f"  {row['input']:<15} {row['value']:<{width}}  {row['source']}" for row in result["inputs"]]
     text += ["", "memory", *(f"  {line}" for line in result["memory_lines"])]
     return [*text, "", *(f"not simulated: {warning}" for warning in result["not_simulated"])]
-
-
-def _goodput_lines(result: Mapping[str, Any]) -> list[str]:
-    events = ", ".join(f"{number} of {role}" for role, number in result["preemptions"].items())
-    return [
-        f"with preemptions ({result['trace']}; a role starts in {result['start_seconds']:g} s)",
-        f"  preemptions       {events}",
-        f"  machines there    actors {result['generation_capacity']:.1%}, trainer {result['training_capacity']:.1%}",
-        f"  steps per second  {result['steps_per_second']:.3g}, possible {result['possible']:.3g}",
-        f"  goodput           {result['goodput']:.3f}",
-    ]
 
 
 def figures(prediction: Prediction | Mapping[str, Any]) -> str:

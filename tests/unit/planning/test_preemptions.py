@@ -5,9 +5,10 @@ from itertools import pairwise
 import pytest
 
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.planning.prediction import Prediction, goodput
-from pipelinerl_core.planning.preemptions import Preemption, capacity, made_trace, read_trace
-from pipelinerl_core.planning.what_if import document, goodput_document, lines, source_of
+from pipelinerl_core.planning.prediction import Prediction
+from pipelinerl_core.planning.preemptions import goodput, goodput_lines, made_trace, predict_goodput, read_trace
+from pipelinerl_core.planning.simulator import Preemption
+from pipelinerl_core.planning.what_if import source_of
 from tests.builders import small_config
 
 HEADER = "seconds,role,away_seconds,notice_seconds\n"
@@ -19,9 +20,9 @@ def written(path, rows):
     return str(path / "trace.csv")
 
 
-def test_a_file_is_read_in_order_of_time(tmp_path):
+def test_a_file_is_read(tmp_path):
     trace = read_trace(written(tmp_path, "60,trainer,30,0\n5,actor-1,20,120\n"), CONFIG)
-    assert trace == (Preemption(5.0, "actor-1", 20.0, 120.0), Preemption(60.0, "trainer", 30.0))
+    assert trace == [Preemption(60.0, "trainer", 30.0), Preemption(5.0, "actor-1", 20.0, 120.0)]
 
 
 @pytest.mark.parametrize("row", ["5,actor-2,20,0", "-1,hub,20,0", "5,hub,inf,0", "5,hub,,0", "5,hub,1", "x,hub,1,0"])
@@ -41,7 +42,9 @@ def test_a_made_trace_has_the_rates_and_no_role_ends_while_it_is_away():
     assert trace == made_trace("actors=100,hub=500,away=20,notice=5", CONFIG, 100_000)
 
 
-@pytest.mark.parametrize("rates", ["away=5", "actors=0", "actors=x", "evaluator=5", "actors=5,away=-1", "actors=nan"])
+@pytest.mark.parametrize(
+    "rates", ["away=5", "actors=0", "actors=x", "evaluator=5", "actors=5,away=-1", "actors=nan", "actors=inf"]
+)
 def test_wrong_rates_are_refused(rates):
     with pytest.raises(ConfigError, match="mean seconds between preemptions"):
         made_trace(rates, CONFIG, 100)
@@ -49,31 +52,30 @@ def test_wrong_rates_are_refused(rates):
 
 def test_the_goodput_is_the_rate_over_what_the_capacity_allows():
     """11 steps in 12 s; actor-0 of 2 is away for 3 of the 10 s after step 1, the trainer for 2."""
-    trace = (Preemption(1.0, "actor-0", 4.0), Preemption(10.0, "trainer", 3.0), Preemption(13.0, "actor-1", 5.0))
-    assert capacity(trace, 2, 2.0, 12.0) == pytest.approx((1 - 3 / 20, 0.8))
-    steps = [2.0 + number for number in range(11)]
+    trace = [Preemption(1.0, "actor-0", 4.0), Preemption(10.0, "trainer", 3.0), Preemption(13.0, "actor-1", 5.0)]
+    steps = [1.0 + number for number in range(12)]
     for bottleneck, share in (("generation", 0.85), ("training", 0.8), ("staleness limit", 0.8)):
         alone = Prediction(
             steps_per_second=1.25, mean_lag=1.0, trainer_idle=0.0, busy_slots=1.0, bottleneck=bottleneck
         )
-        result = goodput([1.0, *steps], trace, CONFIG, alone)
-        assert result.possible == pytest.approx(1.25 * share)
-        assert result.goodput == pytest.approx(1.0 / (1.25 * share))
-    assert result.preemptions == {"actor": 0, "trainer": 1, "hub": 0}
+        result = goodput(steps, trace, CONFIG, alone)
+        assert result["generation_capacity"] == pytest.approx(0.85)
+        assert result["training_capacity"] == pytest.approx(0.8)
+        assert result["possible_steps_per_second"] == pytest.approx(1.25 * share)
+        assert result["goodput"] == pytest.approx(1.0 / (1.25 * share))
+    assert result["preemptions"] == {"trainer": 1}
     with pytest.raises(ConfigError, match="too few"):
         goodput(steps[:3], trace, CONFIG, alone)
 
 
-def test_a_prediction_with_preemptions_is_printed(tmp_path):
-    config = small_config(
-        trainer={"steps": 12},
-        emulation={"accelerators": 4, "generators": 2, "token_seconds": 1e-3, "train_token_seconds": 0.1},
-    )
+def test_the_time_in_which_a_role_starts_lowers_the_goodput(tmp_path):
+    emulation = {"accelerators": 4, "generators": 2, "token_seconds": 1e-3, "train_token_seconds": 0.1}
+    config = small_config(trainer={"steps": 12}, emulation=emulation)
     source = source_of(config)
-    none = goodput_document(source, config, written(tmp_path, ""), 1.0)
+    none = predict_goodput(source, config, written(tmp_path, ""), 1.0)
     assert none["goodput"] == pytest.approx(1.0, abs=0.05)
-    some = goodput_document(source, config, written(tmp_path, "300,trainer,0,0\n"), 50.0)
-    assert some["goodput"] < 0.95 * none["goodput"]
-    assert some["training_capacity"] == 1.0
-    text = lines(document(source, config) | {"goodput": some})
-    assert f"  goodput           {some['goodput']:.3f}" in text
+    one = predict_goodput(source, config, written(tmp_path, "300,trainer,0,0\n"), 50.0)
+    assert one["goodput"] < 0.95 * none["goodput"]
+    assert one["training_capacity"] == 1.0
+    assert goodput_lines(one)[0] == "with preemptions: 1 of trainer"
+    assert predict_goodput(source, config, "actors=200,away=50", 1.0)["generation_capacity"] < 1

@@ -13,8 +13,8 @@ from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.planning import simulator
 from pipelinerl_core.planning.closed_form import System, conventional, mean_staleness, pipeline
 from pipelinerl_core.planning.lengths import Lengths
-from pipelinerl_core.planning.preemptions import Preemption, made_trace
-from pipelinerl_core.planning.simulator import SimulatedRun, Work, simulate
+from pipelinerl_core.planning.preemptions import made_trace
+from pipelinerl_core.planning.simulator import Preemption, SimulatedRun, Work, simulate
 from pipelinerl_core.planning.speeds import Line, MeasuredSpeeds
 
 LENGTHS = Lengths.uniform(400)
@@ -261,7 +261,7 @@ def test_preemptions_lose_no_group_and_train_none_twice(schedule, notice):
     config = planned(schedule={"max_lag": 2} | schedule, trainer={"steps": 40})
     trace = made_trace(f"actors=15,trainer=20,hub=50,away=4,notice={notice}", config, 1000)
     times = {"arrival_seconds": 0.05, "commit_seconds": 0.1, "publish_seconds": 0.02, "start_seconds": 1.0}
-    run = simulated(config, preemptions=trace, equal_share=0.1, **times)
+    run = simulated(config, preemptions=tuple(trace), equal_share=0.1, **times)
     assert len(run.steps) == 40
     assert run.tokens["generated"] == sum(num for name, num in run.tokens.items() if name != "generated")
     assert sum(step.tokens for step in run.steps) == run.tokens["trained"] + run.tokens["masked_stale"]
