@@ -1,4 +1,4 @@
-"""Preemptions of machines: a trace from a file or from rates, and the goodput of a run with them (docs/planning.md)."""
+"""Preemptions of machines: a trace from a file or from rates, and the goodput of a run with them."""
 
 import csv
 import math
@@ -37,8 +37,8 @@ def read_trace(path: str, config: RunConfig) -> list[Preemption]:
         raise ConfigError(f"--preemptions {path}: {error.strerror}. Give a CSV file or rates") from None
     except (KeyError, ValueError, TypeError, csv.Error):
         raise ConfigError(
-            f"--preemptions {path}, row {len(trace) + 1}: give seconds,role,away_seconds,notice_seconds, times of 0 or "
-            f"more and a role of trainer, hub, actor-0 to actor-{config.placement.actors - 1}"
+            f"--preemptions {path}, row {len(trace) + 1}: give seconds,role,away_seconds,notice_seconds, times "
+            f"of 0 or more and a role of trainer, hub, actor-0 to actor-{config.placement.actors - 1}"
         ) from None
     return trace
 
@@ -124,7 +124,8 @@ def goodput_lines(result: Mapping[str, Any]) -> list[str]:
     events = ", ".join(f"{number} of {role}" for role, number in result["preemptions"].items()) or "none"
     return [
         f"with preemptions: {events}",
-        f"{'machines there':<18}actors {result['generation_capacity']:.1%}, trainer {result['training_capacity']:.1%}",
+        f"{'machines there':<18}actors {result['generation_capacity']:.1%}, "
+        f"trainer {result['training_capacity']:.1%}",
         f"{'steps per second':<18}{result['steps_per_second']:.3g} of {result['possible_steps_per_second']:.3g}",
         f"{'goodput':<18}{result['goodput']:.3f}",
     ]
