@@ -37,6 +37,7 @@ from pipelinerl_core.storage.object_store import open_store
 _TRACES = Path(__file__).parent / "preemption_traces"
 _SIMULATED = (
     "placement.actors=16", "engine.concurrency=384", "rollouts.max_tokens=32768", "schedule.max_lag=12",
+    "engine.pace=false",
     "trainer.groups_per_step=128", "trainer.steps=400", "emulation.accelerators=128", "emulation.generators=48",
     "emulation.token_seconds=8e-5", "emulation.saturation=128", "emulation.train_token_seconds=1.06e-4",
 )  # fmt: skip
@@ -102,7 +103,7 @@ def real(root: Path) -> list[dict[str, Any]]:
     for name, path in paths.items():
         place = root / f"notice-{_REAL_NOTICES[name]:g}"
         if not list(place.glob("*/measured.json")):
-            disturb(place, config, read_trace(path, config))
+            disturb(place, config, read_trace(path, config, 0.0))
         measured = json.loads(next(place.glob("*/measured.json")).read_text())
         rows.append({"trace": "four processes", "end": name, "predicted": predicted[name], "measured": measured})
     return rows
@@ -164,13 +165,13 @@ def disturb(place: Path, config: RunConfig, trace: Sequence[Preemption]) -> None
 
 def preempt(command: int, event: Preemption, begun: float) -> None:
     """End a role at its time; the process that replaces it stands still until a machine is back."""
-    time.sleep(max(0.0, begun + event.at - event.notice_seconds - time.time()))
+    time.sleep(max(0.0, begun + event.seconds - event.notice_seconds - time.time()))
     old = process_of(command, event.role)
     old.send_signal(signal.SIGTERM if event.notice_seconds else signal.SIGKILL)
     new = None
-    while time.time() < begun + event.at + event.away_seconds:
+    while time.time() < begun + event.seconds + event.away_seconds:
         with suppress(psutil.NoSuchProcess, PipelineRLError):
-            if time.time() > begun + event.at and old.is_running():
+            if time.time() > begun + event.seconds and old.is_running():
                 old.kill()
             process = process_of(command, event.role)
             if new is None and process.pid != old.pid:
@@ -201,8 +202,8 @@ def table(result: dict[str, Any]) -> str:
         predicted, measured = row["predicted"], row.get("measured")
         rows.append([
             row["trace"], row["end"],
-            ", ".join(f"{number} {role}" for role, number in sorted(predicted["preemptions"].items())),
-            f"{predicted['generation_capacity']:.1%}", f"{predicted['training_capacity']:.1%}",
+            ", ".join(f"{predicted[f'{role}_preemptions']} {role}" for role in ("actor", "trainer", "hub")),
+            f"{predicted['actors_there']:.1%}", f"{predicted['trainer_there']:.1%}",
             f"{predicted['goodput']:.3f}", f"{measured['goodput']:.3f}" if measured else "-",
             measured["lost"] if measured else "-", measured["trained_twice"] if measured else "-",
         ])  # fmt: skip

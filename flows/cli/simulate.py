@@ -46,12 +46,7 @@ def simulate(
         str, typer.Option(metavar="S1,S2,...", help="Speed of each actor's decode steps, if actors are unequal.")
     ] = "",
     preemptions: Annotated[
-        str,
-        typer.Option(
-            metavar="TRACE.csv|RATES",
-            help="Preemptions of machines: a CSV file, or mean seconds between those of a machine, for example "
-            "actors=3600,trainer=14400,away=300,notice=120.",
-        ),
+        str, typer.Option(metavar="TRACE.csv|RATES", help="Machines end and come back: actors=3600,away=300.")
     ] = "",
     start_seconds: Annotated[
         float, typer.Option(min=0, help="With --preemptions: time in which a started role loads code and weights.")
@@ -86,7 +81,7 @@ def simulate(
     from pipelinerl_core.errors import ConfigError
     from pipelinerl_core.planning import what_if
     from pipelinerl_core.planning.case_study import case_study, case_study_lines
-    from pipelinerl_core.planning.preemptions import goodput_lines, predict_goodput
+    from pipelinerl_core.planning.preemptions import predict_goodput
     from pipelinerl_core.planning.sweep import parse_sweep
 
     if paper == bool(source):
@@ -119,9 +114,8 @@ def simulate(
         document = what_if.recorded_document(recorded, chosen, config if changes or gpus else None)
     text = what_if.lines(document)
     if preemptions:
-        say(f"simulating {config.trainer.steps} steps with preemptions")
         document["goodput"] = predict_goodput(chosen, config, preemptions, start_seconds)
-        text += ["", *goodput_lines(document["goodput"])]
+        text += ["", *(f"{key.replace('_', ' '):<26}{value:.3g}" for key, value in document["goodput"].items())]
     del document["memory_lines"]
     answer(document, text, as_json=as_json)
 

@@ -2,8 +2,8 @@
 
 import csv
 import math
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,117 +15,83 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.planning.prediction import MIN_STEPS, START_SHARE, Prediction, Source, predict
 from pipelinerl_core.planning.simulator import Preemption, simulate
 
-START_STEPS = 10
-"""Most steps at the start that a goodput leaves out."""
-_ROLES = ("actors", "trainer", "hub")
-_LONGEST_RUN = 4.0
-"""Rates make preemptions for so many times the length of the run without preemptions."""
+_START_STEPS = 10  # most steps at the start that a goodput leaves out
+_OTHERS = ("trainer", "hub")
+_TIMES = ("seconds", "away_seconds", "notice_seconds")
+_LONGEST_RUN = 4.0  # rates make preemptions for so many times the length of the run without preemptions
 
 
-def read_trace(path: str, config: RunConfig) -> list[Preemption]:
-    """The preemptions of a CSV file. Raises ConfigError with the line that is wrong."""
-    roles = {"trainer", "hub", *(f"actor-{index}" for index in range(config.placement.actors))}
-    trace = []
+def read_trace(text: str, config: RunConfig, seconds: float) -> list[Preemption]:
+    """Preemptions of a CSV file, or made ones of the first `seconds` at rates such as `actors=3600,away=300`.
+
+    Rates: mean seconds that a machine of actors, trainer or hub lives, exponentially distributed by the seed of the
+    configuration; away (300) and notice (0) seconds. Raises ConfigError.
+    """
+    actors = [f"actor-{index}" for index in range(config.placement.actors)]
     try:
-        with Path(path).open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                at, away, notice = (float(row[f"{name}seconds"]) for name in ("", "away_", "notice_"))
-                if row["role"] not in roles or not (min(at, away, notice) >= 0 and max(at, away, notice) < math.inf):
-                    raise ValueError
-                trace.append(Preemption(at, row["role"], away, notice))
+        made = _made(text, actors, config.seed, seconds) if "=" in text else None
+        rows = made or csv.DictReader(Path(text).read_text(encoding="utf-8").splitlines())
+        trace = [Preemption(role=row["role"], **{key: float(row[key]) for key in _TIMES}) for row in rows]
+        times = [getattr(event, key) for event in trace for key in _TIMES]
+        if not all(0 <= time < math.inf for time in times) or {event.role for event in trace} - {*_OTHERS, *actors}:
+            raise ValueError
     except OSError as error:
-        raise ConfigError(f"--preemptions {path}: {error.strerror}. Give a CSV file or rates") from None
+        raise ConfigError(f"--preemptions {text}: {error.strerror}. Give a CSV file or rates") from None
     except (KeyError, ValueError, TypeError, csv.Error):
         raise ConfigError(
-            f"--preemptions {path}, row {len(trace) + 1}: give seconds,role,away_seconds,notice_seconds, times "
-            f"of 0 or more and a role of trainer, hub, actor-0 to actor-{config.placement.actors - 1}"
+            f"--preemptions {text}: give a CSV file of role,{','.join(_TIMES)} with times of 0 or more and roles "
+            f"{', '.join(_OTHERS)}, actor-0 to {actors[-1]}; or rates above 0, such as actors=3600,hub=9e4,away=300"
         ) from None
     return trace
 
 
-def made_trace(rates: str, config: RunConfig, seconds: float) -> list[Preemption]:
-    """Preemptions of the first `seconds` at rates such as `actors=3600,trainer=14400,hub=9e4,away=300,notice=120`.
-
-    actors, trainer, hub: mean seconds that a machine of the role lives, exponentially distributed; a role that is
-    left out is not preempted. The seed of the configuration decides the times. Raises ConfigError.
-    """
-    values = {"away": 300.0, "notice": 0.0}
-    try:
-        values |= {key: float(value) for key, _, value in (part.partition("=") for part in rates.split(","))}
-        lives = {key: values[key] for key in _ROLES if key in values}
-        is_known = not values.keys() - {*_ROLES, "away", "notice"}
-        if not (lives and is_known and min(lives.values()) > 0 and all(0 <= x < math.inf for x in values.values())):
-            raise ValueError
-    except ValueError:
-        raise ConfigError(
-            f"--preemptions {rates}: give a CSV file, or mean seconds between preemptions of a machine, for example "
-            "actors=3600,trainer=14400,hub=86400,away=300,notice=120"
-        ) from None
-    random, trace = np.random.default_rng(config.seed), []
-    for key, mean in lives.items():
-        for role in [f"actor-{index}" for index in range(config.placement.actors)] if key == "actors" else [key]:
+def _made(text: str, actors: Sequence[str], seed: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """Rows at rates. Raises ValueError."""
+    rates = {key: float(value) for key, _, value in (part.partition("=") for part in text.split(","))}
+    away, notice = rates.pop("away", 300.0), rates.pop("notice", 0.0)
+    if not min(rates.values(), default=0.0) > 0 or not min(away, notice) >= 0:
+        raise ValueError
+    random = np.random.default_rng(seed)
+    for key, mean in rates.items():
+        for role in actors if key == "actors" else [key]:
             at = random.exponential(mean)
             while at < seconds:
-                trace.append(Preemption(at, role, values["away"], values["notice"]))
-                at += values["away"] + random.exponential(mean)
-    return trace
+                yield {"role": role, "seconds": at, "away_seconds": away, "notice_seconds": notice}
+                at += away + random.exponential(mean)
 
 
 def goodput(
     steps: Sequence[float], trace: Sequence[Preemption], config: RunConfig, undisturbed: Prediction
-) -> dict[str, Any]:
+) -> dict[str, float]:
     """Steps per second of a run with preemptions, and what its machines allow, without the first steps.
 
     steps: ends of the optimizer steps, seconds since the start of the run. undisturbed: the same run without
     preemptions. Its rate times the share of the time in which the machines of the bottleneck were there is possible;
-    if the bottleneck is neither generation nor training, the smaller share counts. Raises ConfigError if the run has
-    too few steps.
+    if the bottleneck is neither generation nor training, the smaller share counts. Raises ConfigError.
     """
+    skip = max(1, min(_START_STEPS, int(START_SHARE * len(steps))))
     if len(steps) < MIN_STEPS:
         raise ConfigError(f"{len(steps)} steps are too few for a goodput, at least {MIN_STEPS} are needed")
-    skip = max(1, min(START_STEPS, int(START_SHARE * len(steps))))
     start, end = steps[skip - 1], steps[-1]
-    away: dict[str, float] = defaultdict(float)
+    num, away = Counter[str](), dict.fromkeys(("actor", "trainer", "hub"), 0.0)
     for event in trace:
-        overlap = min(end, event.at + event.away_seconds) - max(start, event.at)
-        away[event.role.partition("-")[0]] += max(0.0, overlap)
-    generation = 1 - away["actor"] / (config.placement.actors * (end - start))
-    training = 1 - away["trainer"] / (end - start)
-    shares = {"generation": generation, "training": training}
-    share = shares.get(undisturbed.bottleneck, min(shares.values()))
-    rate = (len(steps) - skip) / (end - start)
-    return {
-        "preemptions": dict(Counter(event.role.partition("-")[0] for event in trace if start <= event.at < end)),
-        "steps_per_second": rate,
-        "generation_capacity": generation,
-        "training_capacity": training,
-        "possible_steps_per_second": undisturbed.steps_per_second * share,
-        "goodput": rate / (undisturbed.steps_per_second * share),
-    }
+        role = event.role.partition("-")[0]
+        num[role] += start <= event.seconds < end
+        away[role] += max(0.0, min(end, event.seconds + event.away_seconds) - max(start, event.seconds))
+    actors = 1 - away["actor"] / (config.placement.actors * (end - start))
+    trainer = 1 - away["trainer"] / (end - start)
+    share = {"generation": actors, "training": trainer}.get(undisturbed.bottleneck, min(actors, trainer))
+    rate, possible = (len(steps) - skip) / (end - start), undisturbed.steps_per_second * share
+    return {f"{role}_preemptions": num[role] for role in away} | {
+        "actors_there": actors, "trainer_there": trainer, "steps_per_second": rate,
+        "possible_steps_per_second": possible, "goodput": rate / possible,
+    }  # fmt: skip
 
 
-def predict_goodput(source: Source, config: RunConfig, preemptions: str, start_seconds: float) -> dict[str, Any]:
-    """Simulate all steps of a configuration with preemptions, a CSV file or rates. Raises ConfigError.
-
-    start_seconds: from the start of a process to its first request.
-    """
+def predict_goodput(source: Source, config: RunConfig, preemptions: str, start_seconds: float) -> dict[str, float]:
+    """`goodput` of a simulation with preemptions, a CSV file or rates (`read_trace`). Raises ConfigError."""
     undisturbed = predict(source, config)
-    if "=" in preemptions:
-        trace = made_trace(preemptions, config, _LONGEST_RUN * config.trainer.steps / undisturbed.steps_per_second)
-    else:
-        trace = read_trace(preemptions, config)
+    trace = read_trace(preemptions, config, _LONGEST_RUN * config.trainer.steps / undisturbed.steps_per_second)
     work = replace(source.work_of(config), preemptions=tuple(trace), start_seconds=start_seconds)
     run = simulate(config, source.speeds_of(config), work)
     return goodput([step.at for step in run.steps], trace, config, undisturbed)
-
-
-def goodput_lines(result: Mapping[str, Any]) -> list[str]:
-    """The figures as text."""
-    events = ", ".join(f"{number} of {role}" for role, number in result["preemptions"].items()) or "none"
-    return [
-        f"with preemptions: {events}",
-        f"{'machines there':<18}actors {result['generation_capacity']:.1%}, "
-        f"trainer {result['training_capacity']:.1%}",
-        f"{'steps per second':<18}{result['steps_per_second']:.3g} of {result['possible_steps_per_second']:.3g}",
-        f"{'goodput':<18}{result['goodput']:.3f}",
-    ]

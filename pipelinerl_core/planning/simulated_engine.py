@@ -56,8 +56,6 @@ class _Sequence:
     done: int
     """Tokens of earlier turns."""
     work: GroupWork
-    is_cached: bool = False
-    """Whether this engine needs no prefill, because it has sampled the earlier turns."""
 
 
 class SimulatedEngine:
@@ -76,14 +74,12 @@ class SimulatedEngine:
         speed: float = 1.0,
         turns: int = 1,
         tool_seconds: float = 0.0,
-        version: int = 0,
     ) -> None:
         """prefill_seconds: time for which the admission of one sequence stops the decode steps. speed: of the decode
         steps, relative to `speeds`. turns: of equal length, per rollout; tool_seconds: time between two turns, in
-        which the sequence has no slot and no space in the KV cache. Later turns need no prefill. version: of the
-        weights at the start."""
+        which the sequence has no slot and no space in the KV cache. Later turns need no prefill."""
         self.key = key
-        self.version = version
+        self.version = 0
         self.works: dict[str, GroupWork] = {}
         """Leased groups by lease_id."""
         self.busy_slot_seconds = 0.0
@@ -114,7 +110,7 @@ class SimulatedEngine:
         self._step_seconds = 1.0  # of the running sequences
         self._stopped_until = 0.0  # by prefill and swaps
         self._swap_steps = [0.0]  # step of the swap to each version of _versions
-        self._versions = [version]
+        self._versions = [0]
 
     @property
     def num_running(self) -> int:
@@ -172,16 +168,16 @@ class SimulatedEngine:
         now = GroupWork(grant, work.unfinished, earlier=work.earlier, origins=work.origins)
         self.works[grant.lease_id] = now
         self._waiting.extend(_Sequence(sequence.turns, sequence.done, now) for sequence in work.rest)
+        self.stop(self._prefill_seconds * sum(sequence.done > 0 for sequence in work.rest))
         self._admit()
 
     def end(self, lost_seconds: float) -> list[GroupWork]:
-        """End the engine; returns its groups, for other engines to `resume`. The tokens of the last `lost_seconds`
-        are lost."""
+        """End the groups, for other engines to `resume`, without the tokens of the last `lost_seconds`."""
         lost = lost_seconds / self._step_seconds if self._running else 0.0
         for last, _, sequence in self._running:
             start = last - sequence.turns[0]
             kept = max(0, int(self._steps - lost - start))
-            self._num_ended_tokens += max(0, int(self._steps - start))
+            self._free_tokens += self._prompt_tokens + sequence.done + sequence.turns[0]
             if kept:
                 sequence.work.sampled.append((start, kept))
             turns = (sequence.turns[0] - kept, *sequence.turns[1:])
@@ -198,6 +194,11 @@ class SimulatedEngine:
         self._away.clear()
         return works
 
+    def restart(self, key: ActorKey, version: int) -> None:
+        """Begin another life with these weights."""
+        self.key, self._num_ended_tokens = key, 0
+        self.swap(version, 0.0)
+
     def end_sequences(self) -> list[GroupWork]:
         """End the turns that have all their tokens, begin the turns that are due; returns the complete groups."""
         complete = []
@@ -211,7 +212,7 @@ class SimulatedEngine:
             work.sampled.append((last - length, length))
             self._free_tokens += self._prompt_tokens + sequence.done + length
             if len(sequence.turns) > 1:
-                following = _Sequence(sequence.turns[1:], sequence.done + length, work, is_cached=True)
+                following = _Sequence(sequence.turns[1:], sequence.done + length, work)
                 self._away.append((self._now + self._tool_seconds, following))
                 continue
             work.unfinished -= 1
@@ -264,7 +265,7 @@ class SimulatedEngine:
             self._num_admitted += 1
             self._sum_of_starts += self._steps
             heapq.heappush(self._running, (self._steps + sequence.turns[0], self._num_admitted, sequence))
-            if not sequence.is_cached:
+            if not sequence.done:
                 self.stop(self._prefill_seconds)
         self._set_step_seconds()
 

@@ -10,12 +10,7 @@ tokens are too old. Time moves from event to event:
     an engine syncs                         at the next multiple of sync_seconds after an event that may admit groups
                                             or pause the engine; a paced engine at every multiple
     the trainer asks again                  schedule.stale=wait has held the step back for wait_seconds
-    a machine is preempted                  see below
-
-A preempted actor's groups are queued when its lease expires, or after SIGTERM at once; the next engine that asks for
-groups continues them with the tokens of the log. A preempted trainer loses the steps that are not committed. After
-its return it trains the steps since the newest checkpoint again. Without the hub nothing is leased, reserved or
-committed. A role needs `start_seconds` after its machine is back.
+    a machine is preempted                  its role ends and comes back, as docs/planning.md says
 
 With the default times of 0, messages take no time, and an engine is not paced.
 """
@@ -46,12 +41,11 @@ _DRAWN = 1 << 16
 
 @dataclass(frozen=True, slots=True, order=True)
 class Preemption:
-    """A machine ends, and a machine of the same role is back later."""
+    """The machine of a role (actor-<index>, trainer or hub) ends, and a machine is back later."""
 
-    at: float
-    """Seconds since the start of the run."""
+    seconds: float
+    """Time of the end, since the start of the run."""
     role: str
-    """actor-<index>, trainer or hub."""
     away_seconds: float
     notice_seconds: float = 0.0
     """Time from SIGTERM to the end; 0: no SIGTERM."""
@@ -87,7 +81,7 @@ class Work:
     """Speed of each actor's decode steps relative to `Speeds`; empty: 1 for all."""
     preemptions: tuple[Preemption, ...] = ()
     start_seconds: float = 0.0
-    """Time from the start of a process to its first request: it loads code, model and weights."""
+    """Time in which a started process loads code, model and weights."""
     turns: int = 1
     """Turns of an episode; its tokens are divided equally."""
     tool_seconds: float = 0.0
@@ -209,15 +203,27 @@ class _Simulation:
         self._checkpointed_at = 0.0
         self._replay_seconds = 0.0  # of the steps since the newest checkpoint
         self._hub_until = 0.0  # the hub is away until then
-        self._log_seconds = config.store.log_seconds("")
         self._next_step = 1
         self._idle_since = 0.0
         self._asked_again_for = 0  # step whose second request is scheduled
         self._has_pauses = config.schedule.leases_more
         self._ledger = Ledger(config, clock=lambda: self._now)
         self._ledger.committed(0, (), _manifest(0))
-        self._engines = [self._engine(number) for number in range(config.placement.actors)]
-        self._old_engines: list[SimulatedEngine] = []
+        self._engines = [
+            SimulatedEngine(
+                ActorKey(f"actor-{number}", 1),
+                slots=max(1, round(work.usable_slots * config.engine.concurrency)),
+                group_size=config.rollouts.group_size,
+                speeds=speeds,
+                prefill_seconds=work.prompt_tokens * work.prefill_token_seconds,
+                prompt_tokens=work.prompt_tokens,
+                cache_tokens=work.cache_tokens,
+                speed=work.actor_speeds[number] if number < len(work.actor_speeds) else 1.0,
+                turns=work.turns,
+                tool_seconds=work.tool_seconds,
+            )
+            for number in range(config.placement.actors)
+        ]
         self._away: set[int] = set()  # numbers of preempted actors
         self._open: dict[int, GroupWork] = {}  # groups of preempted actors
         self._pacers = [Pacer(config.trainer.groups_per_step) for _ in self._engines]
@@ -238,7 +244,7 @@ class _Simulation:
             self._tick(number)
         for preemption in self._work.preemptions:
             ends = {"trainer": self._trainer_stops, "hub": self._hub_ends}.get(preemption.role, self._actor_ends)
-            self._at(max(0.0, preemption.at - preemption.notice_seconds), partial(ends, preemption))
+            self._at(max(0.0, preemption.seconds - preemption.notice_seconds), partial(ends, preemption))
         while not self._ledger.is_done:
             if len(self._events) <= self._num_ticks:
                 raise ConfigError(
@@ -248,14 +254,14 @@ class _Simulation:
             self._now, _, event = heapq.heappop(self._events)
             event()
         slot_seconds = self._now * self._config.engine.concurrency * len(self._engines)
-        engines = (*self._engines, *self._old_engines)
         return SimulatedRun(
             steps=tuple(self._steps),
             tokens=self._ledger.tokens(),
-            busy_slots=sum(engine.busy_slot_seconds for engine in engines) / slot_seconds,
-            waited_for_cache=sum(engine.cache_wait_seconds for engine in engines) / (self._now * len(self._engines)),
-            seconds_per_token=sum(engine.busy_slot_seconds - engine.paced_seconds for engine in engines)
-            / max(1, sum(engine.num_tokens for engine in engines)),
+            busy_slots=sum(engine.busy_slot_seconds for engine in self._engines) / slot_seconds,
+            waited_for_cache=sum(engine.cache_wait_seconds for engine in self._engines)
+            / (self._now * len(self._engines)),
+            seconds_per_token=sum(engine.busy_slot_seconds - engine.paced_seconds for engine in self._engines)
+            / max(1, sum(engine.num_tokens for engine in self._engines)),
             delay_seconds=self._sum_of_delays / max(1, self._num_delays),
         )
 
@@ -271,24 +277,10 @@ class _Simulation:
 
         heapq.heappush(self._events, (time, next(self._numbers), happen))
 
-    # ---- engines ---------------------------------------------------------------------------------------------
+    def _back_at(self, event: Preemption) -> float:
+        return event.seconds + event.away_seconds + self._work.start_seconds
 
-    def _engine(self, number: int) -> SimulatedEngine:
-        """A new engine of an actor, with the newest weights."""
-        work, config, name = self._work, self._config, f"actor-{number}"
-        return SimulatedEngine(
-            ActorKey(name, 1 + self._ended[name]),
-            slots=max(1, round(work.usable_slots * config.engine.concurrency)),
-            group_size=config.rollouts.group_size,
-            speeds=self._speeds,
-            prefill_seconds=work.prompt_tokens * work.prefill_token_seconds,
-            prompt_tokens=work.prompt_tokens,
-            cache_tokens=work.cache_tokens,
-            speed=work.actor_speeds[number] if number < len(work.actor_speeds) else 1.0,
-            turns=work.turns,
-            tool_seconds=work.tool_seconds,
-            version=self._ledger.newest_version,
-        )
+    # ---- engines ---------------------------------------------------------------------------------------------
 
     def _actor_ends(self, event: Preemption) -> None:
         number = int(event.role.partition("-")[2])
@@ -297,27 +289,23 @@ class _Simulation:
         for work in self._sent[number].values():
             self._add(engine, work)
         self._sent[number].clear()
-        works = engine.end(0.0 if event.notice_seconds else self._log_seconds / 2)
-        if self._log_seconds:
+        log_seconds = self._config.store.log_seconds("")
+        works = engine.end(0.0 if event.notice_seconds else log_seconds / 2)
+        if log_seconds:
             self._open |= {work.grant.group_id: work for work in works}
         self._away.add(number)
         self._ended[event.role] += 1
         self._wake(number)
         self._request_step()
-        lease_seconds = 0.0 if event.notice_seconds else self._config.placement.lease_seconds
-        self._at(self._now + lease_seconds, partial(self._actor_leaves, engine.key), needs_hub=True)
-        returns_at = event.at + event.away_seconds + self._work.start_seconds
-        self._at(returns_at, partial(self._actor_returns, number), role=event.role, needs_hub=True)
-
-    def _actor_leaves(self, key: ActorKey) -> None:
-        """The leases of an actor that has ended are free."""
-        self._ledger.bye(key)
-        self._lease()
+        free_at = self._now + (0.0 if event.notice_seconds else self._config.placement.lease_seconds)
+        self._at(free_at, partial(self._ledger.bye, engine.key), needs_hub=True)
+        self._at(free_at, self._lease, needs_hub=True)
+        self._at(self._back_at(event), partial(self._actor_returns, number), role=event.role, needs_hub=True)
 
     def _actor_returns(self, number: int) -> None:
-        self._old_engines.append(self._engines[number])
-        self._engines[number] = engine = self._engine(number)
+        engine = self._engines[number]
         engine.advance(self._now)
+        engine.restart(ActorKey(engine.key.name, engine.key.epoch + 1), self._ledger.newest_version)
         self._ledger.register_actor(engine.key)
         self._away.discard(number)
         self._sync(number)
@@ -370,7 +358,7 @@ class _Simulation:
             engine.set_paused(self._ledger.must_pause(engine.version))
         want = engine.wanted_groups
         if want and self._now < self._hub_until:
-            self._at(self._hub_until, partial(self._sync, number))
+            self._refused[number] = None
         elif want:
             message = Sync(
                 boot_id="0",
@@ -483,9 +471,8 @@ class _Simulation:
 
     def _request_step(self) -> None:
         step = self._next_step
-        if self._is_training or not self._has_trainer or step > self._config.trainer.steps:
-            return
-        if self._now < self._hub_until or not self._ledger.is_due(step):
+        is_free = self._has_trainer and not self._is_training and self._now >= self._hub_until
+        if not is_free or step > self._config.trainer.steps or not self._ledger.is_due(step):
             return
         answer = self._ledger.reserve(step, 1 + self._ended["trainer"])
         if not answer.is_ready:
@@ -543,13 +530,14 @@ class _Simulation:
         self._pause()
 
     def _hub_ends(self, event: Preemption) -> None:
-        self._hub_until = max(self._hub_until, event.at + event.away_seconds + self._work.start_seconds)
+        self._hub_until = self._back_at(event)
         self._at(self._hub_until, self._request_step)
+        self._at(self._hub_until, self._lease)
 
     def _trainer_stops(self, event: Preemption) -> None:
         """After SIGTERM the trainer takes no further step, and ends within TRAINER_STOP_SECONDS."""
         self._has_trainer = False
-        ends_at = min(event.at, self._now + TRAINER_STOP_SECONDS)
+        ends_at = min(event.seconds, self._now + TRAINER_STOP_SECONDS)
         self._at(ends_at, partial(self._trainer_ends, event), role="trainer")
 
     def _trainer_ends(self, event: Preemption) -> None:
@@ -557,8 +545,8 @@ class _Simulation:
         self._ended["trainer"] += 1
         self._next_step = self._ledger.committed_step + 1
         del self._steps[self._next_step - 1 :]
-        seconds = event.away_seconds + self._work.start_seconds + self._replay_seconds
-        self._at(event.at + seconds, self._trainer_returns, role="trainer", needs_hub=True)
+        at = self._back_at(event) + self._replay_seconds
+        self._at(at, self._trainer_returns, role="trainer", needs_hub=True)
 
     def _trainer_returns(self) -> None:
         self._ledger.register_trainer(1 + self._ended["trainer"])

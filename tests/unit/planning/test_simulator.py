@@ -13,7 +13,7 @@ from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.planning import simulator
 from pipelinerl_core.planning.closed_form import System, conventional, mean_staleness, pipeline
 from pipelinerl_core.planning.lengths import Lengths
-from pipelinerl_core.planning.preemptions import made_trace
+from pipelinerl_core.planning.preemptions import read_trace
 from pipelinerl_core.planning.simulator import Preemption, SimulatedRun, Work, simulate
 from pipelinerl_core.planning.speeds import Line, MeasuredSpeeds
 
@@ -259,7 +259,7 @@ def test_a_role_starts_after_its_machine_is_back():
 def test_preemptions_lose_no_group_and_train_none_twice(schedule, notice):
     """The ledger refuses a group that arrives or is trained twice; its accounts of tokens balance."""
     config = planned(schedule={"max_lag": 2} | schedule, trainer={"steps": 40})
-    trace = made_trace(f"actors=15,trainer=20,hub=50,away=4,notice={notice}", config, 1000)
+    trace = read_trace(f"actors=15,trainer=20,hub=50,away=4,notice={notice}", config, 1000)
     times = {"arrival_seconds": 0.05, "commit_seconds": 0.1, "publish_seconds": 0.02, "start_seconds": 1.0}
     run = simulated(config, preemptions=tuple(trace), equal_share=0.1, **times)
     assert len(run.steps) == 40
