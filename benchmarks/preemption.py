@@ -38,7 +38,7 @@ _TRACES = Path(__file__).parent / "preemption_traces"
 _SIMULATED = (
     "placement.actors=16", "engine.concurrency=384", "rollouts.max_tokens=32768", "schedule.max_lag=12",
     "engine.pace=false",
-    "trainer.groups_per_step=128", "trainer.steps=400", "emulation.accelerators=128", "emulation.generators=48",
+    "trainer.groups_per_step=128", "trainer.steps=300", "emulation.accelerators=128", "emulation.generators=48",
     "emulation.token_seconds=8e-5", "emulation.saturation=128", "emulation.train_token_seconds=1.06e-4",
 )  # fmt: skip
 """As of a model of 7 B parameters: 16 actors with 3 accelerators each, a trainer with 80. Generation is the limit."""
@@ -47,12 +47,12 @@ _MADE = "actors=7200,trainer=14400,hub=28800,away=300"
 _REAL = (
     "placement.actors=3", "engine.concurrency=32", "trainer.groups_per_step=16", "placement.max_restarts=1000",
     "eval.num_prompts=0", "eval.every_steps=0", "tracking.mlflow_uri=none", "emulation.accelerators=4",
-    "emulation.generators=3", "emulation.token_seconds=1e-3", "emulation.saturation=100",
-    "emulation.train_token_seconds=3e-4",
+    "emulation.generators=3", "emulation.token_seconds=2e-3", "emulation.saturation=100",
+    "emulation.train_token_seconds=6e-4",
 )  # fmt: skip
-"""A decode step of 100 ms, so that all processes fit two cores."""
+"""A decode step of 200 ms, so that all processes fit two cores."""
 _BASE_STEPS, _REAL_STEPS = 40, 150
-_REAL_START_SECONDS = 8.0
+_REAL_START_SECONDS = 12.0
 _NOTICES = {"kill -9": 0.0, "SIGTERM 120 s before": 120.0, "SIGTERM 10 s before": 10.0}
 _REAL_NOTICES = {"kill -9": 0.0, "SIGTERM 5 s before": 5.0}
 _RUN_SECONDS = 1800.0

@@ -18,7 +18,6 @@ from pipelinerl_core.planning.simulator import Preemption, simulate
 _START_STEPS = 10  # most steps at the start that a goodput leaves out
 _OTHERS = ("trainer", "hub")
 _TIMES = ("seconds", "away_seconds", "notice_seconds")
-_LONGEST_RUN = 4.0  # rates make preemptions for so many times the length of the run without preemptions
 
 
 def read_trace(text: str, config: RunConfig, seconds: float) -> list[Preemption]:
@@ -90,8 +89,10 @@ def goodput(
 
 def predict_goodput(source: Source, config: RunConfig, preemptions: str, start_seconds: float) -> dict[str, float]:
     """`goodput` of a simulation with preemptions, a CSV file or rates (`read_trace`). Raises ConfigError."""
-    undisturbed = predict(source, config)
-    trace = read_trace(preemptions, config, _LONGEST_RUN * config.trainer.steps / undisturbed.steps_per_second)
-    work = replace(source.work_of(config), preemptions=tuple(trace), start_seconds=start_seconds)
-    run = simulate(config, source.speeds_of(config), work)
-    return goodput([step.at for step in run.steps], trace, config, undisturbed)
+    speeds, work, prediction = source.speeds_of(config), source.work_of(config), predict(source, config)
+    steps = [step.at for step in simulate(config, speeds, work).steps]
+    rate = goodput(steps, (), config, prediction)["steps_per_second"]  # of as many steps
+    trace = read_trace(preemptions, config, 4 * steps[-1])  # longer than the run
+    work = replace(work, preemptions=tuple(trace), start_seconds=start_seconds)
+    steps = [step.at for step in simulate(config, speeds, work).steps]
+    return goodput(steps, trace, config, replace(prediction, steps_per_second=rate))

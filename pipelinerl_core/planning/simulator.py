@@ -44,7 +44,6 @@ class Preemption:
     """The machine of a role (actor-<index>, trainer or hub) ends, and a machine is back later."""
 
     seconds: float
-    """Time of the end, since the start of the run."""
     role: str
     away_seconds: float
     notice_seconds: float = 0.0
@@ -196,7 +195,7 @@ class _Simulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()  # events at the same time keep their order
         self._steps: list[SimulatedStep] = []
-        self._summaries: dict[int, GroupSummary] = {}  # of ready and reserved groups
+        self._summaries: dict[int, GroupSummary] = {}  # of groups that were ready
         self._is_training = False
         self._has_trainer = True  # which takes further steps
         self._ended = Counter[str]()  # processes of each role that have ended
@@ -516,8 +515,6 @@ class _Simulation:
 
     def _commit(self, step: int, answer: Reserved, seconds: float) -> None:
         """A step is committed: the window admits groups, and the version is announced."""
-        for ref in answer.groups:
-            del self._summaries[ref.group_id]
         self._replay_seconds += seconds
         if self._now - self._checkpointed_at >= self._config.checkpoint.every_seconds:
             self._replay_seconds, self._checkpointed_at = 0.0, self._now
@@ -545,8 +542,7 @@ class _Simulation:
         self._ended["trainer"] += 1
         self._next_step = self._ledger.committed_step + 1
         del self._steps[self._next_step - 1 :]
-        at = self._back_at(event) + self._replay_seconds
-        self._at(at, self._trainer_returns, role="trainer", needs_hub=True)
+        self._at(self._back_at(event) + self._replay_seconds, self._trainer_returns, role="trainer", needs_hub=True)
 
     def _trainer_returns(self) -> None:
         self._ledger.register_trainer(1 + self._ended["trainer"])
