@@ -72,8 +72,8 @@ def test_the_time_in_which_a_role_starts_lowers_the_goodput(tmp_path):
     source = source_of(config)
     none = predict_goodput(source, config, written(tmp_path, ""), 1.0)
     assert none["goodput"] == pytest.approx(1.0, abs=0.05)
-    one = predict_goodput(source, config, written(tmp_path, "300,trainer,0,0\n"), 50.0)
-    assert one["goodput"] < 0.95 * none["goodput"]
-    assert one["trainer_there"] == 1.0
-    assert one["trainer_preemptions"] == 1
+    late = predict_goodput(source, config, written(tmp_path, "300,trainer,0,0\n"), 50.0)
+    assert late["goodput"] < 0.95 * none["goodput"]
+    assert late["trainer_there"] == 1.0
+    assert late["trainer_preemptions"] == 1
     assert predict_goodput(source, config, "actors=200,away=50", 1.0)["actors_there"] < 1
