@@ -36,14 +36,14 @@ from pipelinerl_core.storage.object_store import open_store
 
 _TRACES = Path(__file__).parent / "preemption_traces"
 _SIMULATED = (
-    "placement.actors=16", "engine.concurrency=384", "rollouts.max_tokens=32768", "schedule.max_lag=12",
+    "placement.actors=16", "engine.concurrency=384", "rollouts.max_tokens=32768", "schedule.max_lag=20",
     "engine.pace=false",
-    "trainer.groups_per_step=128", "trainer.steps=300", "emulation.accelerators=128", "emulation.generators=48",
+    "trainer.groups_per_step=128", "trainer.steps=200", "emulation.accelerators=128", "emulation.generators=48",
     "emulation.token_seconds=8e-5", "emulation.saturation=128", "emulation.train_token_seconds=1.06e-4",
 )  # fmt: skip
 """As of a model of 7 B parameters: 16 actors with 3 accelerators each, a trainer with 80. Generation is the limit."""
 _SIMULATED_START_SECONDS = 60.0
-_MADE = "actors=7200,trainer=14400,hub=28800,away=300"
+_MADE = "actors=7200,trainer=3600,hub=3600,away=300"
 _REAL = (
     "placement.actors=3", "engine.concurrency=32", "trainer.groups_per_step=16", "placement.max_restarts=1000",
     "eval.num_prompts=0", "eval.every_steps=0", "tracking.mlflow_uri=none", "emulation.accelerators=4",
