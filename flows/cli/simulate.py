@@ -45,6 +45,12 @@ def simulate(
     actor_speeds: Annotated[
         str, typer.Option(metavar="S1,S2,...", help="Speed of each actor's decode steps, if actors are unequal.")
     ] = "",
+    preemptions: Annotated[
+        str, typer.Option(metavar="TRACE.csv|RATES", help="Machines end and come back: actors=3600,away=300.")
+    ] = "",
+    start_seconds: Annotated[
+        float, typer.Option(min=0, help="With --preemptions: time in which a started role loads code and weights.")
+    ] = 30.0,
     calibrate: Annotated[
         bool,
         typer.Option("--calibrate", help="Measure this machine with short runs of the configuration first."),
@@ -69,15 +75,19 @@ def simulate(
     - `pipelinerl simulate latest --longer 2`
     - `pipelinerl simulate latest --turns 4 --tool-seconds 2`
     - `pipelinerl simulate latest placement.actors=3 --actor-speeds 1,1,0.5`
+    - `pipelinerl simulate math-7b-16gpu --preemptions actors=3600,trainer=14400,away=300`
     - `pipelinerl simulate --paper`
     """
     from pipelinerl_core.config.arm import parse_grid
     from pipelinerl_core.errors import ConfigError
     from pipelinerl_core.planning import what_if
     from pipelinerl_core.planning.case_study import case_study, case_study_lines
+    from pipelinerl_core.planning.preemptions import predict_goodput
 
     if paper == bool(source):
         raise ConfigError("simulate needs a recorded run, for example `latest`, or a configuration, or --paper")
+    if preemptions and sweeps:
+        raise ConfigError("--preemptions is not possible with --sweep. Give one of them")
     if (write or figure) and not sweeps:
         raise ConfigError("--write and --figure need --sweep KEY=V1,V2")
     if paper:
@@ -103,6 +113,9 @@ def simulate(
     else:
         document = what_if.recorded_document(recorded, chosen, config if changes or gpus else None)
     text = what_if.lines(document)
+    if preemptions:
+        document["goodput"] = predict_goodput(chosen, config, preemptions, start_seconds)
+        text += ["", *(f"{key.replace('_', ' '):<26}{value:.3g}" for key, value in document["goodput"].items())]
     del document["memory_lines"]
     answer(document, text, as_json=as_json)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pipelinerl_core.ledger import ActorKey, Grant
+from pipelinerl_core.types import Origin
 
 # A sequence ends up to this share of a step early, because times are rounded.
 _SAME_STEP = 1e-3
@@ -38,6 +39,12 @@ class GroupWork:
     """Rollouts that have not ended."""
     sampled: list[tuple[float, int]] = field(default_factory=list)
     """(step at which sampling started, length) of the turns that have ended."""
+    earlier: dict[int, int] = field(default_factory=dict)
+    """Tokens by version that earlier engines sampled."""
+    origins: tuple[Origin, ...] = ()
+    """The same tokens by engine."""
+    rest: "list[_Sequence]" = field(default_factory=list)
+    """Sequences that another engine continues, after the end of this engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +163,42 @@ class SimulatedEngine:
             self._waiting.append(_Sequence(turns, 0, work))
         self._admit()
 
+    def resume(self, grant: Grant, work: GroupWork) -> None:
+        """Continue the rollouts of a group that `end` has returned from another engine."""
+        now = GroupWork(grant, work.unfinished, earlier=work.earlier, origins=work.origins)
+        self.works[grant.lease_id] = now
+        self._waiting.extend(_Sequence(sequence.turns, sequence.done, now) for sequence in work.rest)
+        self.stop(self._prefill_seconds * sum(sequence.done > 0 for sequence in work.rest))
+        self._admit()
+
+    def end(self, lost_seconds: float) -> list[GroupWork]:
+        """End the groups, for other engines to `resume`, without the tokens of the last `lost_seconds`."""
+        lost = lost_seconds / self._step_seconds if self._running else 0.0
+        for last, _, sequence in self._running:
+            start = last - sequence.turns[0]
+            kept = max(0, int(self._steps - lost - start))
+            self._free_tokens += self._prompt_tokens + sequence.done + sequence.turns[0]
+            if kept:
+                sequence.work.sampled.append((start, kept))
+            turns = (sequence.turns[0] - kept, *sequence.turns[1:])
+            sequence.work.rest.append(_Sequence(turns, sequence.done + kept, sequence.work))
+        for sequence in (*self._waiting, *(sequence for _, sequence in self._away)):
+            sequence.work.rest.append(sequence)
+        works = list(self.works.values())
+        for work in works:
+            own = sum(length for _, length in work.sampled)
+            work.earlier = self.tokens_by_version(work)
+            work.origins = (*work.origins, Origin(self.key.name, self.key.epoch, own))
+        self.works, self._running, self._sum_of_starts = {}, [], 0.0
+        self._waiting.clear()
+        self._away.clear()
+        return works
+
+    def restart(self, key: ActorKey, version: int) -> None:
+        """Begin another life with these weights."""
+        self.key, self._num_ended_tokens = key, 0
+        self.swap(version, 0.0)
+
     def end_sequences(self) -> list[GroupWork]:
         """End the turns that have all their tokens, begin the turns that are due; returns the complete groups."""
         complete = []
@@ -196,10 +239,10 @@ class SimulatedEngine:
 
     def tokens_by_version(self, work: GroupWork) -> dict[int, int]:
         """Tokens of a complete group per version that sampled them."""
-        first = bisect_right(self._swap_steps, min(start for start, _ in work.sampled)) - 1
+        counts = dict(work.earlier)
+        first = bisect_right(self._swap_steps, min((start for start, _ in work.sampled), default=math.inf)) - 1
         ends = [*self._swap_steps[first + 1 :], math.inf]
         versions = self._versions[first:]
-        counts: dict[int, int] = {}
         for start, length in work.sampled:
             done = 0
             for end, version in zip(ends, versions, strict=True):

@@ -10,13 +10,14 @@ tokens are too old. Time moves from event to event:
     an engine syncs                         at the next multiple of sync_seconds after an event that may admit groups
                                             or pause the engine; a paced engine at every multiple
     the trainer asks again                  schedule.stale=wait has held the step back for wait_seconds
-    an actor restarts                       its engine stops; its sequences continue afterwards
+    a machine is preempted                  its role ends and comes back, as docs/planning.md says
 
 With the default times of 0, messages take no time, and an engine is not paced.
 """
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -31,11 +32,22 @@ from pipelinerl_core.messages import Reserved, Sync
 from pipelinerl_core.planning.lengths import Lengths
 from pipelinerl_core.planning.simulated_engine import GroupWork, SimulatedEngine, Speeds
 from pipelinerl_core.rollouts.pace import Pacer
+from pipelinerl_core.supervision.run_roles import TRAINER_STOP_SECONDS
 from pipelinerl_core.types import GroupRef, WeightManifest
 
-_TRAINER_EPOCH = 1
 # Lengths are drawn for this many rollouts at once.
 _DRAWN = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Preemption:
+    """The machine of a role (actor-<index>, trainer or hub) ends, and a machine is back later."""
+
+    seconds: float
+    role: str
+    away_seconds: float
+    notice_seconds: float = 0.0
+    """Time from SIGTERM to the end; 0: no SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +78,9 @@ class Work:
     """Tokens of prompts and completions that the KV cache of an actor holds. A sequence reserves all its tokens."""
     actor_speeds: tuple[float, ...] = ()
     """Speed of each actor's decode steps relative to `Speeds`; empty: 1 for all."""
-    restarts: tuple[tuple[int, float, float], ...] = ()
-    """(index of the actor, time, duration) of restarts of actors, seconds."""
+    preemptions: tuple[Preemption, ...] = ()
+    start_seconds: float = 0.0
+    """Time in which a started process loads code, model and weights."""
     turns: int = 1
     """Turns of an episode; its tokens are divided equally."""
     tool_seconds: float = 0.0
@@ -82,7 +95,7 @@ class Work:
         times = (
             self.prompt_tokens, self.prefill_token_seconds, self.swap_seconds, self.publish_seconds,
             self.commit_seconds, self.fetch_seconds, self.snapshot_seconds, self.arrival_seconds, self.sync_seconds,
-            self.tool_seconds, self.turns - 1,
+            self.tool_seconds, self.turns - 1, self.start_seconds,
         )  # fmt: skip
         if min(times) < 0 or not 0 <= self.equal_share < 1:
             raise ConfigError(
@@ -182,8 +195,13 @@ class _Simulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()  # events at the same time keep their order
         self._steps: list[SimulatedStep] = []
-        self._summaries: dict[int, GroupSummary] = {}  # of ready and reserved groups
+        self._summaries: dict[int, GroupSummary] = {}  # of groups that were ready
         self._is_training = False
+        self._has_trainer = True  # which takes further steps
+        self._ended = Counter[str]()  # processes of each role that have ended
+        self._checkpointed_at = 0.0
+        self._replay_seconds = 0.0  # of the steps since the newest checkpoint
+        self._hub_until = 0.0  # the hub is away until then
         self._next_step = 1
         self._idle_since = 0.0
         self._asked_again_for = 0  # step whose second request is scheduled
@@ -205,11 +223,13 @@ class _Simulation:
             )
             for number in range(config.placement.actors)
         ]
+        self._away: set[int] = set()  # numbers of preempted actors
+        self._open: dict[int, GroupWork] = {}  # groups of preempted actors
         self._pacers = [Pacer(config.trainer.groups_per_step) for _ in self._engines]
         self._is_paced = config.paces_engines and work.sync_seconds > 0
         self._num_ticks = 0  # scheduled syncs of paced engines, which cause no progress of their own
         self._sum_of_delays, self._num_delays = 0.0, 0
-        self._sent: list[dict[str, None]] = [{} for _ in self._engines]  # leases of groups that have not arrived
+        self._sent: list[dict[str, GroupWork]] = [{} for _ in self._engines]  # by lease: groups that have not arrived
         self._syncing: set[int] = set()  # engines whose next sync is scheduled
         self._wakes = [math.inf] * len(self._engines)  # time of the next event of each engine
         self._refused = dict.fromkeys(range(len(self._engines)))  # engines that need groups, in order
@@ -217,12 +237,13 @@ class _Simulation:
     def run(self) -> SimulatedRun:
         for engine in self._engines:
             self._ledger.register_actor(engine.key)
-        self._ledger.register_trainer(_TRAINER_EPOCH)
+        self._ledger.register_trainer(1)
         for number in range(len(self._engines)):
             self._sync(number)
             self._tick(number)
-        for number, at, seconds in self._work.restarts:
-            self._at(at, partial(self._stop, number, seconds))
+        for preemption in self._work.preemptions:
+            ends = {"trainer": self._trainer_stops, "hub": self._hub_ends}.get(preemption.role, self._actor_ends)
+            self._at(max(0.0, preemption.seconds - preemption.notice_seconds), partial(ends, preemption))
         while not self._ledger.is_done:
             if len(self._events) <= self._num_ticks:
                 raise ConfigError(
@@ -243,10 +264,51 @@ class _Simulation:
             delay_seconds=self._sum_of_delays / max(1, self._num_delays),
         )
 
-    def _at(self, time: float, event: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (time, next(self._numbers), event))
+    def _at(self, time: float, event: Callable[[], None], *, role: str = "", needs_hub: bool = False) -> None:
+        """Schedule an event, unless the process of `role` ends before; needs_hub: not while the hub is away."""
+        num_ended = self._ended[role]
+
+        def happen() -> None:
+            if needs_hub and self._now < self._hub_until:
+                self._at(self._hub_until, happen)
+            elif self._ended[role] == num_ended:
+                event()
+
+        heapq.heappush(self._events, (time, next(self._numbers), happen))
+
+    def _back_at(self, event: Preemption) -> float:
+        return event.seconds + event.away_seconds + self._work.start_seconds
 
     # ---- engines ---------------------------------------------------------------------------------------------
+
+    def _actor_ends(self, event: Preemption) -> None:
+        number = int(event.role.partition("-")[2])
+        engine = self._engines[number]
+        engine.advance(self._now)
+        for work in self._sent[number].values():
+            self._add(engine, work)
+        self._sent[number].clear()
+        log_seconds = self._config.store.log_seconds("")
+        works = engine.end(0.0 if event.notice_seconds else log_seconds / 2)
+        if log_seconds:
+            self._open |= {work.grant.group_id: work for work in works}
+        self._away.add(number)
+        self._ended[event.role] += 1
+        self._wake(number)
+        self._request_step()
+        free_at = self._now + (0.0 if event.notice_seconds else self._config.placement.lease_seconds)
+        self._at(free_at, partial(self._ledger.bye, engine.key), needs_hub=True)
+        self._at(free_at, self._lease, needs_hub=True)
+        self._at(self._back_at(event), partial(self._actor_returns, number), role=event.role, needs_hub=True)
+
+    def _actor_returns(self, number: int) -> None:
+        engine = self._engines[number]
+        engine.advance(self._now)
+        engine.restart(ActorKey(engine.key.name, engine.key.epoch + 1), self._ledger.newest_version)
+        self._ledger.register_actor(engine.key)
+        self._away.discard(number)
+        self._sync(number)
+        self._lease()
 
     def _lease(self) -> None:
         """Let every engine that was refused groups sync."""
@@ -283,22 +345,20 @@ class _Simulation:
 
         self._at(self._now + interval, again)
 
-    def _stop(self, number: int, seconds: float) -> None:
-        """The actor restarts."""
-        self._engines[number].advance(self._now)
-        self._engines[number].stop(seconds)
-        self._wake(number)
-
     def _sync(self, number: int) -> None:
         """Request the groups that an engine needs, and schedule its next event."""
         self._refused.pop(number, None)
         self._syncing.discard(number)
         engine = self._engines[number]
         engine.advance(self._now)
+        if number in self._away:
+            return
         if self._has_pauses:
             engine.set_paused(self._ledger.must_pause(engine.version))
         want = engine.wanted_groups
-        if want:
+        if want and self._now < self._hub_until:
+            self._refused[number] = None
+        elif want:
             message = Sync(
                 boot_id="0",
                 engine_version=engine.version,
@@ -312,7 +372,10 @@ class _Simulation:
             )
             granted = self._ledger.sync(engine.key, message).leases
             for grant in granted:
-                engine.take(grant, self._draw())
+                if grant.group_id in self._open:
+                    engine.resume(grant, self._open.pop(grant.group_id))
+                else:
+                    engine.take(grant, self._draw())
             if len(granted) < want:
                 self._refused[number] = None
         self._wake(number)
@@ -332,9 +395,10 @@ class _Simulation:
         engine = self._engines[number]
         engine.advance(time)
         complete = engine.end_sequences()
-        if complete and self._work.arrival_seconds:
-            self._sent[number].update((work.grant.lease_id, None) for work in complete)
-            self._at(time + self._work.arrival_seconds, partial(self._arrive, number, complete))
+        self._sent[number].update((work.grant.lease_id, work) for work in complete)
+        if complete and (self._work.arrival_seconds or time < self._hub_until):
+            arrive = partial(self._arrive, number, complete)
+            self._at(time + self._work.arrival_seconds, arrive, role=engine.key.name, needs_hub=True)
         elif complete:
             self._arrive(number, complete)
         if engine.wanted_groups and number not in self._refused:
@@ -346,7 +410,7 @@ class _Simulation:
         """Complete groups arrive at the ledger."""
         outstanding = self._ledger.counts.outstanding
         for work in complete:
-            self._sent[number].pop(work.grant.lease_id, None)
+            del self._sent[number][work.grant.lease_id]
             self._add(self._engines[number], work)
         self._request_step()
         if self._ledger.counts.outstanding < outstanding:  # a group was filtered or dropped
@@ -364,6 +428,7 @@ class _Simulation:
                 actor_epoch=engine.key.epoch,
                 num_rollouts=size,
                 num_tokens=sum(versions.values()),
+                origins=work.origins,
             ),
             rewards=self._rewards(size),
             tokens_by_version=versions,
@@ -405,9 +470,10 @@ class _Simulation:
 
     def _request_step(self) -> None:
         step = self._next_step
-        if self._is_training or step > self._config.trainer.steps or not self._ledger.is_due(step):
+        is_free = self._has_trainer and not self._is_training and self._now >= self._hub_until
+        if not is_free or step > self._config.trainer.steps or not self._ledger.is_due(step):
             return
-        answer = self._ledger.reserve(step, _TRAINER_EPOCH)
+        answer = self._ledger.reserve(step, 1 + self._ended["trainer"])
         if not answer.is_ready:
             if self._asked_again_for < step:
                 self._asked_again_for = step
@@ -417,12 +483,13 @@ class _Simulation:
         fetch_seconds = self._work.fetch_seconds
         waited = self._now - self._idle_since + fetch_seconds
         num_tokens = sum(ref.num_tokens + ref.num_rollouts * self._work.prompt_tokens for ref in answer.groups)
-        seconds = fetch_seconds + self._speeds.train_seconds(num_tokens)
-        self._at(self._now + seconds, partial(self._computed, step, answer, waited))
+        seconds = self._speeds.train_seconds(num_tokens)
+        computed = partial(self._computed, step, answer, waited, seconds)
+        self._at(self._now + fetch_seconds + seconds, computed, role="trainer")
 
-    def _computed(self, step: int, answer: Reserved, waited: float) -> None:
+    def _computed(self, step: int, answer: Reserved, waited: float, seconds: float) -> None:
         """An optimizer step ends: its commit follows, and the trainer requests the next groups."""
-        trained = [self._summaries.pop(ref.group_id) for ref in answer.groups]
+        trained = [self._summaries[ref.group_id] for ref in answer.groups]
         lags = [(step - 1 - v, num) for summary in trained for v, num in summary.tokens_by_version.items()]
         self._steps.append(
             SimulatedStep(
@@ -435,8 +502,9 @@ class _Simulation:
             )
         )
         self._next_step = step + 1
-        self._at(self._now + self._work.commit_seconds, partial(self._commit, step, answer))
-        self._at(self._now + self._work.snapshot_seconds, self._next_request)
+        commit = partial(self._commit, step, answer, seconds)
+        self._at(self._now + self._work.commit_seconds, commit, role="trainer", needs_hub=True)
+        self._at(self._now + self._work.snapshot_seconds, self._next_request, role="trainer")
 
     def _next_request(self) -> None:
         self._is_training, self._idle_since = False, self._now
@@ -445,8 +513,11 @@ class _Simulation:
         if self._ledger.counts.outstanding < outstanding:  # a group was dropped
             self._lease()
 
-    def _commit(self, step: int, answer: Reserved) -> None:
+    def _commit(self, step: int, answer: Reserved, seconds: float) -> None:
         """A step is committed: the window admits groups, and the version is announced."""
+        self._replay_seconds += seconds
+        if self._now - self._checkpointed_at >= self._config.checkpoint.every_seconds:
+            self._replay_seconds, self._checkpointed_at = 0.0, self._now
         is_published = self._config.publishes(step)
         self._ledger.committed(step, answer.decided, _manifest(step) if is_published else None)
         if is_published:
@@ -454,6 +525,29 @@ class _Simulation:
                 self._at(self._now + self._work.publish_seconds, partial(self._swap, number, step))
         self._lease()
         self._pause()
+
+    def _hub_ends(self, event: Preemption) -> None:
+        self._hub_until = self._back_at(event)
+        self._at(self._hub_until, self._request_step)
+        self._at(self._hub_until, self._lease)
+
+    def _trainer_stops(self, event: Preemption) -> None:
+        """After SIGTERM the trainer takes no further step, and ends within TRAINER_STOP_SECONDS."""
+        self._has_trainer = False
+        ends_at = min(event.seconds, self._now + TRAINER_STOP_SECONDS)
+        self._at(ends_at, partial(self._trainer_ends, event), role="trainer")
+
+    def _trainer_ends(self, event: Preemption) -> None:
+        """Steps that are not committed are lost."""
+        self._ended["trainer"] += 1
+        self._next_step = self._ledger.committed_step + 1
+        del self._steps[self._next_step - 1 :]
+        self._at(self._back_at(event) + self._replay_seconds, self._trainer_returns, role="trainer", needs_hub=True)
+
+    def _trainer_returns(self) -> None:
+        self._ledger.register_trainer(1 + self._ended["trainer"])
+        self._has_trainer, self._checkpointed_at = True, self._now
+        self._next_request()
 
 
 def _manifest(version: int) -> WeightManifest:

