@@ -34,6 +34,7 @@ class _Silent:
 
     version = 0
     is_sharded = False
+    step_vectors = ()
 
     def __init__(self, size: int) -> None:
         self.size = size
