@@ -15,16 +15,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipelinerl_core.data.codec import decode_batch
+from pipelinerl_core.data.trained import TrainedRows
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreUnavailable
 from pipelinerl_core.messages import Committed, Reserve
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.trainer.learners import build_alone
 from pipelinerl_core.roles.trainer.main import Trainer
+from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import accept_lost_commits, counted_commit_keys, read_commit, read_epochs, take_over
 from pipelinerl_core.run.records import commit_key
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tools import replay_child
+from pipelinerl_core.tools.gradient import gradient_norms
 from pipelinerl_core.tools.replay import replay_run
 from pipelinerl_core.weights.memory import shm_directory
 from tests.integration.pipeline import BIT_FOR_BIT, SIX_STEPS, TOKEN, assert_closes, make_run, role, trained_rows
@@ -218,6 +222,21 @@ def check_replays(url):
     assert (document["all_equal"], [step["step"] for step in document["steps"]]) == (True, list(range(5, STEPS + 1)))
     with pytest.raises(ConfigError, match="beyond the last step"):
         replay_child.replay_run(original, STEPS + 1, 0)
+    check_gradient(url)
+
+
+def check_gradient(url):
+    """The gradient of a step is the recorded one; it has a part of each rollout with an advantage."""
+    store = open_run(url).store
+    commit = read_commits(store)[5]
+    rows = [row for batch in TrainedRows(store).batches(commit) for row in decode_batch(batch)]
+    chosen = max(rows, key=lambda row: abs(row.advantage)).rollout
+    norms = gradient_norms(url, 5, chosen.group_id, chosen.rollout_index)["gradient_norms"]
+    assert norms["all"] == commit.metrics["train/grad_norm"]
+    assert norms["without"] != norms["all"]
+    assert abs(norms["all"] - norms["without"]) <= norms["alone"] * 1.001
+    with pytest.raises(ConfigError, match="has not trained rollout"):
+        gradient_norms(url, 5, 10**6, 0)
 
 
 def commits_of(url):
