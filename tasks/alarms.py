@@ -2,6 +2,7 @@
 actor samples from other weights than its tokens name, or a query of the user has an answer."""
 
 import logging
+import math
 import statistics
 import time
 from collections.abc import Mapping
@@ -9,9 +10,10 @@ from typing import Any
 
 from prefect.events import emit_event
 
+from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report.actor_alarms import alarm_lines
-from pipelinerl_core.report.query.database import Database
+from pipelinerl_core.report.query.database import Database, TooSlow
 from pipelinerl_core.run.records import Commit
 from pipelinerl_core.telemetry.parts import parts_of, untrained_parts
 
@@ -98,12 +100,17 @@ class Alarms:
         begun = time.monotonic()
         try:
             with Database([store]) as database:
-                rows = database.table(statement, QUERY_SECONDS).slice(0, 1).to_pylist()
+                row = database.first(statement, QUERY_SECONDS)
+        except TooSlow:
+            raise
+        except ConfigError:
+            self._next_query_at = math.inf  # the next try would fail, too
+            raise
         finally:
-            seconds = time.monotonic() - begun
-            self._next_query_at = time.monotonic() + seconds / QUERY_SHARE
-        if rows:
-            self.emit(QUERY_ANSWERED, ", ".join(f"{name}: {value}" for name, value in rows[0].items())[:_MAX_CHARS])
+            now = time.monotonic()
+            self._next_query_at = max(self._next_query_at, now + (now - begun) / QUERY_SHARE)
+        if row is not None:
+            self.emit(QUERY_ANSWERED, ", ".join(f"{name}: {value}" for name, value in row.items())[:_MAX_CHARS])
 
     def _check_actors(self, commits: Mapping[int, Commit]) -> None:
         new = [step for step in commits if step > self._actors_through]

@@ -140,8 +140,8 @@ def _give_up(max_resumes: int) -> Automation:
 
 def was_resumed(flow_run_id: UUID) -> bool:
     """Whether pipelinerl-resume, or the flow run itself after an outage, scheduled this start; if not, a user did."""
-    _, schedule = _scheduled_after(flow_run_id)
-    return schedule is not None and (schedule.message or "").startswith((RESUME_MESSAGE, OUTAGE_MESSAGE))
+    states, place = _schedules(flow_run_id)
+    return place is not None and (states[place].message or "").startswith((RESUME_MESSAGE, OUTAGE_MESSAGE))
 
 
 def ended_before_resume(flow_run_id: UUID) -> State | None:
@@ -150,21 +150,25 @@ def ended_before_resume(flow_run_id: UUID) -> State | None:
     After a restart of the server, the event of a crash may be handled 15 minutes late. A flow run that was only
     thought to have crashed may have ended since, or a user may have cancelled it.
     """
-    before, schedule = _scheduled_after(flow_run_id)
-    if before is None or schedule is None or not (schedule.message or "").startswith(RESUME_MESSAGE):
+    states, place = _schedules(flow_run_id)
+    if place is None or not _is_resume(states[place]):
         return None
+    while place and (states[place].is_pending() or _is_resume(states[place])):  # each report of the crash resumes
+        place -= 1
+    before = states[place]
     return before if before.is_final() and not before.is_crashed() else None
 
 
-def _scheduled_after(flow_run_id: UUID) -> tuple[State | None, State | None]:
-    """The newest state that schedules the flow run, and the state before it; the first is the earlier one."""
+def _is_resume(state: State) -> bool:
+    return state.is_scheduled() and (state.message or "").startswith(RESUME_MESSAGE)
+
+
+def _schedules(flow_run_id: UUID) -> tuple[list[State], int | None]:
+    """The states of a flow run by time, and the place of the newest state that schedules it."""
     with get_client(sync_client=True) as client:
         states = sorted(client.read_flow_run_states(flow_run_id), key=lambda state: state.timestamp)
     states = [state for state in states if state.name != _WAITING_STATE]
-    place = max((place for place, state in enumerate(states) if state.is_scheduled()), default=None)
-    if place is None:
-        return None, None
-    return states[place - 1] if place else None, states[place]
+    return states, max((place for place, state in enumerate(states) if state.is_scheduled()), default=None)
 
 
 def apply_automation(wanted: Automation, *, reset: bool = False, keeps_actions: bool = False) -> Change:

@@ -42,6 +42,7 @@ _TOKENS: dict[str, DTypeLike] = {
     "loss_mask": np.bool_,
 }
 _FLAT_COLUMNS = (*_TOKENS, "loss_mask_trained", "token_ids")
+_FLAT_WITH_NULLS = "trainer_logprobs"
 # Bytes per prompt token, and per completion token with its log-probability and its bit of the mask.
 _TOKEN_BYTES = (
     (ROLLOUT_SCHEMA.get_field_index("prompt_token_ids"), 4),
@@ -332,7 +333,9 @@ def _checksum(batch: pa.RecordBatch) -> int:
     crc = 0
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         crc = zlib.crc32(name.encode(), crc)
-        if name in _FLAT_COLUMNS and column.null_count == 0:
+        if name == _FLAT_WITH_NULLS:
+            crc = zlib.crc32(np.packbits(column.is_valid().to_numpy(zero_copy_only=False)).data, crc)
+        if name == _FLAT_WITH_NULLS or (name in _FLAT_COLUMNS and column.null_count == 0):
             offsets, values = flat_list(column)
             crc = zlib.crc32(offsets.tobytes(), crc)
             crc = zlib.crc32(np.ascontiguousarray(values).data, crc)

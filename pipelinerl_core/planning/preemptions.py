@@ -65,8 +65,8 @@ def goodput(
     """Steps per second of a run with preemptions, and what its machines allow, without the first steps.
 
     steps: ends of the optimizer steps, seconds since the start of the run. undisturbed: the same run without
-    preemptions. Its rate times the share of the time in which the machines of the bottleneck were there is possible;
-    if the bottleneck is neither generation nor training, the smaller share counts. Raises ConfigError.
+    preemptions. Its rate times the share of the time in which the machines of the bottleneck were there is possible,
+    and no more than the other machines allow, which have idle time without preemptions. Raises ConfigError.
     """
     skip = max(1, min(_START_STEPS, int(START_SHARE * len(steps))))
     if len(steps) < MIN_STEPS:
@@ -79,7 +79,12 @@ def goodput(
         away[role] += max(0.0, min(end, event.seconds + event.away_seconds) - max(start, event.seconds))
     actors = 1 - away["actor"] / (config.placement.actors * (end - start))
     trainer = 1 - away["trainer"] / (end - start)
-    share = {"generation": actors, "training": trainer}.get(undisturbed.bottleneck, min(actors, trainer))
+    if undisturbed.bottleneck == "generation":
+        share = min(actors, trainer / max(1e-9, 1 - undisturbed.trainer_idle))
+    elif undisturbed.bottleneck == "training":
+        share = min(trainer, actors / max(1e-9, undisturbed.busy_slots))
+    else:
+        share = min(actors, trainer)
     rate, possible = (len(steps) - skip) / (end - start), undisturbed.steps_per_second * share
     return {f"{role}_preemptions": num[role] for role in away} | {
         "actors_there": actors, "trainer_there": trainer, "steps_per_second": rate,

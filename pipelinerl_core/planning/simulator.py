@@ -527,7 +527,7 @@ class _Simulation:
         self._pause()
 
     def _hub_ends(self, event: Preemption) -> None:
-        self._hub_until = self._back_at(event)
+        self._hub_until = max(self._hub_until, self._back_at(event))
         self._at(self._hub_until, self._request_step)
         self._at(self._hub_until, self._lease)
 

@@ -3,7 +3,7 @@
 import functools
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from html import escape
@@ -12,7 +12,7 @@ from typing import Any
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report.diagnosis import text_decoder
-from pipelinerl_core.report.facts import RunCache, RunFacts, collect, read_batch
+from pipelinerl_core.report.facts import RunCache, RunFacts, collect, own_copy, read_batch
 from pipelinerl_core.report.html import page_of, served_styles
 from pipelinerl_core.report.live_view import status_line, status_of
 from pipelinerl_core.report.rollout_search import RolloutSearch
@@ -113,8 +113,7 @@ class LivePage:
         """
         wanted.check()
         with self._browsing() as run:
-            commits = dict(run.follower.commits)
-        steps = [step for step in commits if step > 0]
+            steps = [step for step in run.follower.commits if step > 0]
         wanted = replace(wanted, step=wanted.step or str(max(steps, default=0)))
         named = [int(step) for step in (wanted.step, wanted.beside) if step not in ("", "all")]
         for step in named:
@@ -123,25 +122,36 @@ class LivePage:
         listings, problem = [], ""
         if wanted.needs_search:
             try:
-                listings = [self._search_listing(wanted, commits)]
+                listings = [self._search_listing(wanted)]
             except ConfigError as error:
                 problem = str(error)
         else:
             texts = text_decoder(str(self._follower.run.config.get("model", {}).get("path", "")))
             for step in named:
-                listings.append(
-                    listing_of(read_batch(self._store, commits[step]), replace(wanted, step=str(step)), texts)
-                )
+                rows = read_batch(self._store, self._commit(step))
+                listings.append(listing_of(rows, replace(wanted, step=str(step)), texts))
         return rollouts_page(self._run_id, steps, listings, wanted, self._decode, problem)
 
-    def _search_listing(self, wanted: WantedRollouts, commits: Mapping[int, Commit]) -> Listing:
+    def _search_listing(self, wanted: WantedRollouts) -> Listing:
         matches = self._search.find(wanted)
-        batches = {step: read_batch(self._store, commits[step]) for step in {key[0] for key in matches.keys}}
-        rows = {(row.step, row.group_id, row.rollout_index): row for batch in batches.values() for row in batch}
+        keys, rows = set(matches.keys), {}
+        for step in sorted({step for step, _, _ in keys}):
+            for row in read_batch(self._store, self._commit(step)):
+                key = (row.step, row.group_id, row.rollout_index)
+                if key in keys:
+                    rows[key] = own_copy(row)  # not the arrays of the whole step
         title = "all steps" if wanted.step == "all" else f"step {int(wanted.step):,}"
-        return Listing(
-            title, [rows[key] for key in matches.keys], matches.num_selected, f"{matches.num_selected:,} rollouts"
-        )
+        shown = [rows[key] for key in matches.keys if key in rows]
+        return Listing(title, shown, matches.num_selected, f"{matches.num_selected:,} rollouts")
+
+    def _commit(self, step: int) -> Commit:
+        """The commit of a step, which may be newer than the newest reading. Raises ConfigError if there is none."""
+        with self._browsing() as run:
+            if step not in run.follower.commits:
+                run.refresh()
+            if step not in run.follower.commits:
+                raise ConfigError(f"{self._run_id} has no trained step {step}")
+            return run.follower.commits[step]
 
     def rollout_page(self, place: Place, colours: str) -> str:
         """The page of a rollout. Raises ConfigError if there is no such rollout, StoreError."""

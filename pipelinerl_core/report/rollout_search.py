@@ -5,12 +5,14 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report.query.database import Database
 from pipelinerl_core.report.rollouts_page import PAGE_ROLLOUTS, WantedRollouts
 
 SECONDS = 20.0
-"""Longest duration of a search."""
+"""Longest duration of a statement, of which a search has two, and of the wait for another search."""
+_LOCK = threading.Lock()  # for the memory of one search
 _SORTS = MappingProxyType(
     {
         "order": "step, position",
@@ -34,11 +36,10 @@ class Matches(NamedTuple):
 
 
 class RolloutSearch:
-    """Searches a run; thread-safe, one search at a time."""
+    """Searches a run; thread-safe, one search of this process at a time."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
-        self._lock = threading.Lock()  # for the memory of one search
 
     def find(self, wanted: WantedRollouts) -> Matches:
         """The rollouts of the wanted page.
@@ -50,10 +51,17 @@ class RolloutSearch:
         order = f"{_SORTS[wanted.sort.removeprefix('-')]} {direction}, step, position"
         selected = f"from rollouts where {' and '.join(_conditions(wanted))}"
         page = f"{selected} order by {order} limit {PAGE_ROLLOUTS} offset {begin}"
-        with self._lock, Database([self._store]) as database:
-            (total,) = database.table(f"select count(*) as total {selected}", SECONDS).to_pylist()
-            rows = database.table(f"select step, group_id, rollout_index {page}", SECONDS).to_pylist()
-        return Matches([(row["step"], row["group_id"], row["rollout_index"]) for row in rows], total["total"])
+        if not _LOCK.acquire(timeout=SECONDS):
+            raise ConfigError("other searches are running: try again in a minute")
+        try:
+            with Database([self._store]) as database:
+                database.check_condition(wanted.where or "true")
+                total = database.first(f"select count(*) as total {selected}", SECONDS)
+                rows = database.table(f"select step, group_id, rollout_index {page}", SECONDS).to_pylist()
+        finally:
+            _LOCK.release()
+        keys = [(row["step"], row["group_id"], row["rollout_index"]) for row in rows]
+        return Matches(keys, total["total"] if total else 0)
 
 
 def _conditions(wanted: WantedRollouts) -> Iterator[str]:

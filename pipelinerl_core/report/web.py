@@ -196,9 +196,10 @@ class _Handler(BaseHTTPRequestHandler):
             case ["runs", name, "status.json"]:
                 return _json(pages.run(unquote(name)).status())
             case ["runs", name, "rollouts"]:
-                if "where" in query and self.headers.get("Sec-Fetch-Site") == "cross-site":
+                wanted = _rollouts(query)
+                if wanted.needs_search and self.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site"):
                     raise _Refused(HTTPStatus.FORBIDDEN, "Another site asks for a search: enter the address again.")
-                return _HTML, pages.run(unquote(name)).rollouts_page(_rollouts(query)).encode()
+                return _HTML, pages.run(unquote(name)).rollouts_page(wanted).encode()
             case ["runs", name, "rollouts", place]:
                 colours = query.get("colours", ["version"])[0]
                 return _HTML, pages.run(unquote(name)).rollout_page(_rollout(place), colours).encode()
@@ -219,7 +220,7 @@ _RUN_WITHOUT_SLASH = re.compile(r"/runs/[^/]+")
 
 
 def _last_part(path: str) -> str:
-    return quote(unquote(path.rpartition("/")[2]))
+    return quote(unquote(path.rpartition("/")[2]), safe="")
 
 
 def _json(value: object) -> tuple[str, bytes]:

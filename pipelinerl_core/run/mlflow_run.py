@@ -11,7 +11,7 @@ from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.interfaces import Tracker
 from pipelinerl_core.run.context import log_directory
 from pipelinerl_core.run.local_files import parent_of
-from pipelinerl_core.run.locate import MlflowRef, code_version, own_commit, owner_of
+from pipelinerl_core.run.locate import MlflowRef, code_version, local_directory, own_commit, owner_of
 from pipelinerl_core.run.records import RUN_KEY, RunRecord
 from pipelinerl_core.run.user_code import code_commits
 from pipelinerl_core.storage.object_store import open_store
@@ -123,6 +123,9 @@ def open_tracker(
 def is_original_of(url: str, other: str) -> bool:
     """Whether the run at `url` is a copy of a run that is still at `other`, as far as this process can see."""
     try:
+        here, there = local_directory(url), local_directory(other)
+        if here is not None and there is not None and there.exists() and here.samefile(there):
+            return False  # by another path
         return other not in ("", url) and open_store(other).exists(RUN_KEY)
     except (PipelineRLError, OSError):
         return False

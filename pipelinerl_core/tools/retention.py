@@ -52,6 +52,7 @@ _LAST = (*_STARTING_KEYS, "epochs/", f"{COMPACTED_COMMITS_PREFIX}/", f"{COMMITS_
 _STARTING_SECONDS = 120.0
 """A run that has no epoch and is younger may be starting: its hub takes its epoch after some seconds."""
 _STARTED_SECONDS = 600.0
+_EVALUATING_SECONDS = 3600.0
 """A start may load a model for so long before its hub."""
 _DELETED_AT_ONCE = 256
 """Objects between two checks that the run was not started."""
@@ -137,11 +138,11 @@ class StoppedRun:
                 f"{store.url}: the run was created a moment ago and may be starting; try again in two minutes"
             )
         run = list_run(store)
-        is_new = run is not None and run.state == "finished" and time.time() - run.active_at < _STARTED_SECONDS
-        if is_new and not store.exists(REPORT_JSON_KEY):
+        is_new = run is not None and run.state == "finished" and time.time() - run.active_at < _EVALUATING_SECONDS
+        if run is not None and is_new and _reported_step(store) < run.step:
             raise ConfigError(
                 f"{store.url}: the last step was committed a moment ago and the run has no report: its flow may be "
-                "evaluating; try again in ten minutes"
+                "evaluating; try again when it has its report, or in an hour"
             )
         if _seconds_without_hub(store) < _STARTED_SECONDS:
             raise ConfigError(
@@ -153,6 +154,14 @@ class StoppedRun:
         refuse_second_hub(self._store, ConfigError, watch=self._watch)
         if list_keys(self._store, "epochs") != self._epochs or _starts(self._store) != self._starts:
             raise PipelineRLError(f"{self._store.url}: the run was started meanwhile; it is not removed")
+
+
+def _reported_step(store: Store) -> int:
+    """The last step in report.json; -1 without a report that can be read."""
+    try:
+        return int(json.loads(store.get(REPORT_JSON_KEY))["steps"])
+    except (MissingObject, ValueError, KeyError, TypeError):
+        return -1
 
 
 def _starts(store: Store) -> list[str]:

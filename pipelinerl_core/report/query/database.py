@@ -1,5 +1,6 @@
 """Runs as a database: DuckDB over the views of views.py, read-only and without access to files or the network."""
 
+import itertools
 import logging
 import re
 import tempfile
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 _MEMORY = "1200MB"
 """Of DuckDB, which then writes to temporary files; Arrow needs up to some hundred megabytes beside it."""
 _BATCH_ROWS = 10_000
+_INTERRUPT_SECONDS = 0.1
 _RAISED = re.compile(r"executing the UDF: ConfigError: (.*)", re.DOTALL)
 _LINE = re.compile(r"\n\nLINE \d+:.*", re.DOTALL)
 """The statement with a mark below the error."""
@@ -42,6 +44,10 @@ def stores_of(run: str, root: str = "") -> list[ObjectStore]:
         if not store.exists(RUN_KEY) and (names := run_names(store)):
             return [store.child(name) for name in names]
     return [open_store(locate_run(run, root))]
+
+
+class TooSlow(ConfigError):
+    """A statement has not ended within its time."""
 
 
 class Database:
@@ -100,29 +106,51 @@ class Database:
 
         seconds: longest duration, after which it raises ConfigError; None: without limit.
         """
-        is_late = threading.Event()
+        with self._limit(seconds):
+            reader = self.sql(statement)
+            with self.reading():
+                return reader.read_all()
+
+    def first(self, statement: str, seconds: float) -> dict[str, Any] | None:
+        """The first row of the result, None without a row; as `table`, without reading the other rows."""
+        with self._limit(seconds):
+            reader = self.sql(statement)
+            with self.reading():
+                rows = [row for batch in itertools.islice(reader, 1) for row in batch.slice(0, 1).to_pylist()]
+            return rows[0] if rows else None
+
+    def check_condition(self, text: str) -> None:
+        """Raises ConfigError for a text that is not one condition of a WHERE."""
+        with self.reading():
+            ends = [self._duckdb.extract_statements(f"select 1 where {own}\n") for own in (text, f"(\n{text}\n)")]
+        if [len(statements) for statements in ends] != [1, 1]:
+            raise ConfigError("SQL: the text is not one condition")
+
+    @contextmanager
+    def _limit(self, seconds: float | None) -> Iterator[None]:
         if seconds is None:
-            return self._table(statement)
+            yield
+            return
+        is_late, is_over = threading.Event(), threading.Event()
 
         def interrupt() -> None:
+            if is_over.wait(seconds):
+                return
             is_late.set()
-            self._connection.interrupt()
+            while not is_over.wait(_INTERRUPT_SECONDS):  # DuckDB forgets an interrupt between two queries
+                self._connection.interrupt()
 
-        timer = threading.Timer(seconds, interrupt)
-        timer.start()
+        thread = threading.Thread(target=interrupt, name="sql-limit", daemon=True)
+        thread.start()
         try:
-            return self._table(statement)
+            yield
         except (KeyboardInterrupt, ConfigError):  # DuckDB tells of an interrupt in two ways
             if not is_late.is_set():
                 raise
-            raise ConfigError(f"the statement takes longer than {seconds:.0f} s: ask for fewer steps") from None
+            raise TooSlow(f"the statement takes longer than {seconds:.0f} s: ask for fewer steps") from None
         finally:
-            timer.cancel()
-
-    def _table(self, statement: str) -> pa.Table:
-        reader = self.sql(statement)
-        with self.reading():
-            return reader.read_all()
+            is_over.set()
+            thread.join()
 
     @contextmanager
     def reading(self) -> Iterator[None]:

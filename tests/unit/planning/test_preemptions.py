@@ -52,9 +52,14 @@ def test_the_goodput_is_the_rate_over_what_the_capacity_allows():
     """11 steps in 12 s; actor-0 of 2 is away for 3 of the 10 s after step 1, the trainer for 2."""
     trace = [Preemption(1.0, "actor-0", 4.0), Preemption(10.0, "trainer", 3.0), Preemption(13.0, "actor-1", 5.0)]
     steps = [1.0 + number for number in range(12)]
-    for bottleneck, share in (("generation", 0.85), ("training", 0.8), ("staleness limit", 0.8)):
+    for bottleneck, idle, busy, share in (
+        ("generation", 0.2, 1.0, 0.85),
+        ("generation", 0.0, 1.0, 0.8),  # the trainer has no idle time to make up for its end
+        ("training", 0.0, 0.9, 0.8),
+        ("staleness limit", 0.0, 1.0, 0.8),
+    ):
         alone = Prediction(
-            steps_per_second=1.25, mean_lag=1.0, trainer_idle=0.0, busy_slots=1.0, bottleneck=bottleneck
+            steps_per_second=1.25, mean_lag=1.0, trainer_idle=idle, busy_slots=busy, bottleneck=bottleneck
         )
         result = goodput(steps, trace, CONFIG, alone)
         assert result["actors_there"] == pytest.approx(0.85)

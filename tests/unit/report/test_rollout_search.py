@@ -1,6 +1,7 @@
 """The browser over all steps: conditions in SQL, over a run of which most steps are compacted."""
 
 import re
+import time
 
 import pytest
 from tokenizers import Tokenizer
@@ -8,6 +9,7 @@ from tokenizers import Tokenizer
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.report import rollout_search
 from pipelinerl_core.report.live_page import LivePage
+from pipelinerl_core.report.query.reader import RunReader
 from pipelinerl_core.report.rollout_search import RolloutSearch
 from pipelinerl_core.report.rollouts_page import PAGE_ROLLOUTS, SORTS, WantedRollouts
 from pipelinerl_core.storage.object_store import open_store
@@ -20,6 +22,9 @@ def store(prepared_model, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         write_query_run(store, Tokenizer.from_file(str(prepared_model / "tokenizer.json")), patch)
     return store
+
+
+stored_rows = RunReader.stored_rows
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +66,10 @@ def test_pages_follow_each_other_in_order(search):
     assert len({key for page in pages for key in page}) == 2 * PAGE_ROLLOUTS
 
 
-@pytest.mark.parametrize("where", ["rewrd > 1", "1; select 1", "reward > (", "read_text('/etc/hostname') = ''"])
+@pytest.mark.parametrize("where", [
+    "rewrd > 1", "1; select 1", "reward > (", "read_text('/etc/hostname') = ''", "true) or (fate <> 'x'",
+    "true); select 5 as total where (true",
+])  # fmt: skip
 def test_a_wrong_condition_is_one_line_of_the_page(store, where):
     page = LivePage(store, None).rollouts_page(WantedRollouts(step="all", where=where))
     (problem,) = re.findall('<p class="empty">(.*?)</p>', page)
@@ -73,6 +81,9 @@ def test_a_search_has_a_deadline(store, monkeypatch):
     monkeypatch.setattr(rollout_search, "SECONDS", 0.3)
     slow = "(select sum(a.range * b.range) from range(1000000) a, range(1000000) b) > 0"
     with pytest.raises(ConfigError, match="takes longer than"):
+        RolloutSearch(store).find(WantedRollouts(step="all", where=slow))
+    monkeypatch.setattr(RunReader, "stored_rows", lambda reader: time.sleep(0.5) or stored_rows(reader))
+    with pytest.raises(ConfigError, match="takes longer than"):  # the time passes before DuckDB begins
         RolloutSearch(store).find(WantedRollouts(step="all", where=slow))
 
 

@@ -118,14 +118,17 @@ def test_the_rollouts_of_a_step_are_pages(run, served, page):
         assert answer_to(served, "127.0.0.1", f"/runs/{RUN}/{path}")[0] == status, path
     status, headers, _ = answer_to(served, "127.0.0.1", f"/runs/{RUN}")
     assert (status, headers["Location"]) == (301, f"{RUN}/")
+    _, headers, _ = answer_to(served, "127.0.0.1", "/runs/%2F%2Fevil.example")
+    assert headers["Location"] == "%2F%2Fevil.example/"
 
 
 def test_a_search_that_another_site_asks_for_is_refused(page):
-    url = urlsplit(f"{page}/rollouts?step=all&where=true")
-    connection = HTTPConnection(url.netloc, timeout=10)
-    connection.request("GET", f"{url.path}?{url.query}", headers={"Sec-Fetch-Site": "cross-site"})
-    assert connection.getresponse().status == 403
-    connection.close()
+    url = urlsplit(page)
+    for query, site in (("step=all&where=true", "cross-site"), ("step=all&text=x", "same-site")):
+        connection = HTTPConnection(url.netloc, timeout=10)
+        connection.request("GET", f"{url.path}/rollouts?{query}", headers={"Sec-Fetch-Site": site})
+        assert connection.getresponse().status == 403
+        connection.close()
     assert "Rollouts of all steps" in get(f"{page}/rollouts?step=all&where=true")
 
 

@@ -83,6 +83,12 @@ LATE = [Crashed(message="no heartbeat"), *FIRST[2:]]
         (FIRST, None),
         ([*FIRST, *LATE, Completed(), *RESUMED[1:]], "Completed"),
         ([*FIRST, *LATE, Cancelled(), *QUEUED[1:]], "Cancelled"),
+        (
+            [*FIRST, *LATE, Cancelled(), RESUMED[1], *RESUMED[1:]],
+            "Cancelled",
+        ),  # runner and worker report a crash each
+        ([*FIRST, *LATE, Cancelled(), RESUMED[1], Pending(), *RESUMED[1:]], "Cancelled"),
+        (FIRST + RESUMED[:2] + RESUMED[1:], None),
         ([*FIRST, *LATE, Failed(name="GivenUp"), *RESUMED[1:]], "GivenUp"),
         ([*FIRST, Completed(), *RETRIED[1:]], None),  # a user starts it again
     ],

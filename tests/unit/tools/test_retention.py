@@ -9,6 +9,7 @@ import pytest
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError, StoreError
 from pipelinerl_core.report.run_list import Wanted, list_runs
 from pipelinerl_core.run import locate
+from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.hub_status import HubWatch
 from pipelinerl_core.run.locate import LATEST_KEY, remember_latest
@@ -168,7 +169,11 @@ def test_a_run_that_may_be_evaluating_is_kept_until_it_has_a_report(root):
     write_old_run(root, "run-1", days=0)
     with pytest.raises(ConfigError, match="may be evaluating"):
         Removal(root.child("run-1").url)
-    root.child("run-1").put("report.json", b"{}")
+    steps = max(read_commits(root.child("run-1")))
+    root.child("run-1").put("report.json", json.dumps({"steps": steps - 1}).encode())  # of an earlier end
+    with pytest.raises(ConfigError, match="may be evaluating"):
+        Removal(root.child("run-1").url)
+    root.child("run-1").put("report.json", json.dumps({"steps": steps}).encode())
     assert remove_runs([Removal(root.child("run-1").url)], nothing) == {}
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipelinerl_core.batching.collate import PackBatcher
-from pipelinerl_core.data.codec import decode_batch, encode_batch
+from pipelinerl_core.data.codec import _checksum, decode_batch, encode_batch, from_segment, to_segment
 from pipelinerl_core.data.schema import BATCH_SCHEMA
 from pipelinerl_core.training.base_learner import logprobs_by_row
 from pipelinerl_core.training.learner import TorchLearner
@@ -62,8 +62,11 @@ def test_they_are_stored_and_rows_of_an_earlier_release_have_none():
     rows = mixed_rows(config())
     kept = torch.arange(rows[0].rollout.num_tokens, dtype=torch.float32).numpy()
     batch = encode_batch("run", 1, [replace(rows[0], trainer_logprobs=kept), rows[1]])
-    first, second = decode_batch(batch)
+    (read,) = from_segment(to_segment([batch]), "key")  # compares the checksum
+    first, second = decode_batch(read)
     np.testing.assert_array_equal(first.trainer_logprobs, kept)
     assert second.trainer_logprobs is None
+    others = encode_batch("run", 1, [replace(rows[0], trainer_logprobs=kept + 1), rows[1]])
+    assert _checksum(others) != _checksum(batch)
     earlier = batch.drop_columns(["trainer_logprobs"]).replace_schema_metadata(BATCH_SCHEMA.metadata)
     assert [row.trainer_logprobs for row in decode_batch(earlier)] == [None, None]
