@@ -142,7 +142,8 @@ class LivePage:
                     rows[key] = own_copy(row)  # not the arrays of the whole step
         title = "all steps" if wanted.step == "all" else f"step {int(wanted.step):,}"
         shown = [rows[key] for key in matches.keys if key in rows]
-        return Listing(title, shown, matches.num_selected, f"{matches.num_selected:,} rollouts")
+        sources = sorted({row.source for row in shown})
+        return Listing(title, shown, matches.num_selected, f"{matches.num_selected:,} rollouts", sources)
 
     def _commit(self, step: int) -> Commit:
         """The commit of a step, which may be newer than the newest reading. Raises ConfigError if there is none."""

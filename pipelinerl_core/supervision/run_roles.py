@@ -6,7 +6,7 @@ from collections.abc import Callable
 from threading import Event
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import Fenced
+from pipelinerl_core.errors import ConfigError, Fenced
 from pipelinerl_core.run.context import RunContext, log_directory
 from pipelinerl_core.run.drain import wants_drain
 from pipelinerl_core.run.evaluations import SCHEDULED
@@ -45,6 +45,8 @@ def evaluate(run: RunContext, version: str, stop: Event, enough: float | None = 
     record are evaluated.
     enough: after two versions with at least this accuracy, later versions are skipped.
     """
+    if run.config.eval.num_prompts == 0:
+        raise ConfigError(f"{run.run_id} has no held-out prompts to evaluate on: eval.num_prompts=0")
     name = "evaluator-all" if names_several(version) else f"evaluator-{version}"
     arguments = {"version": version} | ({} if enough is None else {"enough": str(enough)})
     report = supervise(run, "evaluator", name, arguments, stop)

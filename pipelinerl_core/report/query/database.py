@@ -1,5 +1,6 @@
 """Runs as a database: DuckDB over the views of views.py, read-only and without access to files or the network."""
 
+import difflib
 import itertools
 import logging
 import re
@@ -32,6 +33,8 @@ _MEMORY = "1200MB"
 _BATCH_ROWS = 10_000
 _INTERRUPT_SECONDS = 0.1
 _RAISED = re.compile(r"executing the UDF: ConfigError: (.*)", re.DOTALL)
+_NO_TABLE = re.compile(r"Table with name (\w+) does not exist!.*", re.DOTALL)
+_NO_COLUMN = re.compile(r'Referenced column "(\w+)" not found')
 _LINE = re.compile(r"\n\nLINE \d+:.*", re.DOTALL)
 """The statement with a mark below the error."""
 _SCHEMAS = {"stored_rows": STORED_ROWS, "segment_rows": SEGMENT_ROWS}
@@ -242,7 +245,18 @@ def _error_of(error: Exception) -> PipelineRLError:
     if isinstance(error, (pa.ArrowException, OSError)) or "reading the stream registered as" in text:
         text = text.rpartition("failed: ")[2].splitlines()[0]
         return BrokenRecord(f"{text}. If the run was compacted during the query, repeat the query")
-    return ConfigError(f"SQL: {_one_line(_LINE.sub('', text))}")
+    return ConfigError(f"SQL: {_one_line(_with_hint(_LINE.sub('', text)))}")
+
+
+def _with_hint(text: str) -> str:
+    """The text with what DuckDB cannot know: the names of the views, and where the columns of a prompt's row are."""
+    if table := _NO_TABLE.search(text):
+        near = difflib.get_close_matches(table[1], VIEWS, 1)
+        views = f"did you mean {near[0]}?" if near else f"the views are {', '.join(VIEWS)}"
+        return f"there is no view {table[1]}; {views}"
+    if column := _NO_COLUMN.search(text):
+        return f"{text}. A column of the prompt's row is task->>'{column[1]}'"
+    return text
 
 
 def _one_line(text: str) -> str:

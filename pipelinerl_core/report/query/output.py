@@ -74,7 +74,9 @@ def _csv(rows: Iterable[list[Any]]) -> str:
 
 def _cell(value: Any) -> str:
     """A value as short text without control characters, which a model may have written."""
-    text = "" if value is None else f"{value:.5g}" if isinstance(value, float) else _plain(value)
+    is_float = isinstance(value, float)
+    number = f"{value:.1f}" if is_float and 1e5 <= abs(value) < 1e15 else f"{value:.5g}" if is_float else ""
+    text = "" if value is None else number or _plain(value)
     text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[: _CELL_CHARS + 1])
     return text if len(text) <= _CELL_CHARS else f"{text[: _CELL_CHARS - 4]} ..."
 

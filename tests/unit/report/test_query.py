@@ -156,6 +156,21 @@ def test_the_page_has_twenty_questions_that_find_injected_faults(database):
     assert far[0]["ratio"] == pytest.approx(4, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("select * from rolouts", "SQL: there is no view rolouts; did you mean rollouts?"),
+        ("select * from a_table", "SQL: there is no view a_table; the views are runs, steps, "),
+        ("select level from rollouts", "A column of the prompt's row is task->>'level'"),
+    ],
+)
+def test_an_error_names_the_views_and_the_columns_of_the_row(database, statement, message):
+    with pytest.raises(ConfigError) as error:
+        database.table(statement)
+    assert message in str(error.value)
+    assert "pg_" not in str(error.value)
+
+
 def test_a_statement_reads_only_the_objects_of_the_views_that_it_names(url, monkeypatch):
     store, source = CountingStore(MemoryStore()), open_store(url)
     for key in source.list(""):
