@@ -143,7 +143,9 @@ def test_the_page_has_twenty_questions_that_find_injected_faults(database):
     assert PAGE.read_text().count("\n### ") >= 20
     failing = answers(database, "### Which prompts always fail?")
     assert [row["prompt_id"] for row in failing] == ["9+9+9="]
-    (hacked,) = answers(database, "Very short completions with a high reward, by a column of the task:")
+    (hacked,) = answers(
+        database, "Very short completions with a high reward, by a column of the task (the end token counts):"
+    )
     assert (hacked["level"], hacked["rollouts"]) == ("2", STEPS)
     copies = answers(database, "Completions that copy the prompt:")
     assert {row["copies"] for row in copies} == {GROUPS}
@@ -196,7 +198,7 @@ def test_a_statement_reads_only_the_objects_of_the_views_that_it_names(url, monk
     [
         ("select x from rollouts", 'Referenced column "x" not found'),
         ("selec 1", "syntax error at or near"),
-        ("select * from rollout", "Table with name rollout does not exist"),
+        ("select * from rollout", "there is no view rollout; did you mean rollouts"),
         ("select cast(completion as int) from rollouts", "Could not convert string"),
         ("select * from read_csv('/etc/passwd')", "file system operations are disabled"),
         ("copy (select 1) to 'written.csv'", "file system operations are disabled"),
