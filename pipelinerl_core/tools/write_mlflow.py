@@ -1,5 +1,4 @@
-"""Logs a directory of `pipelinerl export` in the format of mlflow.transformers as the files of a model in MLflow: the
-child process of tools/promote.py, which sets the server and the time of an upload as variables of MLflow."""
+"""The child process of tools/promote.py: logs an export as a model of mlflow.transformers to $MLFLOW_TRACKING_URI."""
 
 import os
 import sys
