@@ -4,14 +4,15 @@ Each run is a subflow: in a thread of the flow's process, or the flow run of a d
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from threading import Event
 from typing import Annotated, Any
 
 from prefect import flow, get_client, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, Pause
 from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
@@ -22,6 +23,7 @@ from pipelinerl.tasks.notifications import MLFLOW_LABEL, REPORT_LABEL, URL_LABEL
 from pipelinerl.tasks.placement import RUN_THREAD, DeployedRole, LocalRole, Role, RunRoles, RunThread, request_stop
 from pipelinerl.tasks.report import show_comparison, write_comparison, write_reports
 from pipelinerl.tasks.run_watch import RunWatch
+from pipelinerl.tasks.suspension import await_earlier_start, hold
 from pipelinerl_core.comparison.analysis import has_reached, rewards_of
 from pipelinerl_core.comparison.budget import Budget, dropped_lines
 from pipelinerl_core.comparison.mlflow_run import log_comparison, open_comparison
@@ -45,10 +47,11 @@ from pipelinerl_core.run.mlflow_run import closing
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision.checks import space_lines
 from pipelinerl_core.telemetry.mlflow import PARENT_TAG
+from pipelinerl_core.telemetry.redact import redact_text
 
 STOP_SECONDS = 60.0
 """Deadline for the end of the runs after a stop."""
-WAIT_SECONDS = 14 * 86_400.0
+WAIT_SECONDS = 90 * 86_400.0
 """Deadline for the end of the next run; runs of a deployment may wait for a free worker before."""
 _POLL_SECONDS = 1.0
 
@@ -199,11 +202,8 @@ def run_all(
                 num_started += 1
                 remaining = f", about {duration(expected)} left" if expected is not None else ""
                 logger.info("run %d of %d: %s, seed %d%s", num_started, len(plan.runs), run.arm, run.seed, remaining)
-                role = _role_of(
-                    plan, run, root, {**labels, "arm": run.arm}, changed, is_checked=run.run_id == checked
-                )
-                children.append(_Child(run, role, time.monotonic()))
-                role.begin()
+                role_of = partial(_role_of, plan, run, root, {**labels, "arm": run.arm}, changed)
+                _begin(run, partial(role_of, is_checked=run.run_id == checked), children, results)
             if not children:
                 return budget.dropped
             changed.wait(_POLL_SECONDS)
@@ -214,12 +214,22 @@ def run_all(
                 _note_end(child, results, run_url(root, child.run.run_id), plan.wanted.target)
                 budget.note(child.run.arm, seconds)
                 results.add_seconds(child.run, seconds)
-                write_comparison(results, budget.dropped)
+                write_comparison(results, budget.dropped, return_state=True)  # Prefect logs an error; the runs go on
                 deadline = time.monotonic() + WAIT_SECONDS
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(f"no run has ended for {WAIT_SECONDS / 86_400:.0f} days; stopping all runs")
     finally:
         _stop([child.role for child in children])
+
+
+def _begin(run: PlannedRun, role_of: Callable[[], Role], children: list[_Child], results: Results) -> None:
+    """Start a run and add the run to `children`; a failure is noted in `results.failed`."""
+    try:
+        children.append(_Child(run, role_of(), time.monotonic()))
+        children[-1].role.begin()
+    except Exception as error:  # noqa: BLE001 (for example of the Prefect server: the other runs go on)
+        children[:] = [child for child in children if child.run is not run]
+        _note_failure(run.run_id, error, results, "; the same command continues the run")
 
 
 def _role_of(
@@ -255,10 +265,16 @@ def _note_end(child: _Child, results: Results, url: str, target: float) -> None:
     try:
         child.role.check()
         if not is_complete(open_store(url), child.run.config, target):
-            results.failed[run_id] = "stopped before its end; the same command continues the run"
+            raise Pause
+    except Pause:
+        results.failed[run_id] = "stopped before its end; the same command continues the run"
     except Exception as error:  # noqa: BLE001 (whatever a run raises, the others go on)
-        get_run_logger().exception("%s failed", run_id)
-        results.failed[run_id] = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
+        _note_failure(run_id, error, results)
+
+
+def _note_failure(run_id: str, error: Exception, results: Results, remedy: str = "") -> None:
+    get_run_logger().exception("%s failed", run_id)
+    results.failed[run_id] = redact_text(f"{type(error).__name__}: {error}").splitlines()[0] + remedy
 
 
 def _stop(roles: Sequence[Role]) -> None:
@@ -294,6 +310,8 @@ def compared_run(
     is_checked: Annotated[bool, Field(description="The caller has checked the configuration.")] = False,
 ) -> None:
     """One run of a comparison or a sweep, which starts it; the same parameters continue the run."""
+    if RUN_THREAD.get() is None:  # a flow run of its own, which may replace a flow run that only seemed to crash
+        await_earlier_start(run_url)
     if not target:
         train_opened(*open_at(run_url, config, labels, is_checked=is_checked))
     for enough_reward in rewards if target else ():
@@ -321,6 +339,9 @@ def train_to(
 
         if watch.committed_step < run.config.trainer.steps and not is_enough():
             run_roles(run, watch, evaluates=False, is_enough=is_enough)
+        if watch.is_held:
+            watch.is_complete()  # reads the steps that the drain has committed
+            hold(watch.committed_step)
         roles = RunRoles(run, on_wait=watch.look)
         try:
             roles.evaluate("all", enough=target)

@@ -23,11 +23,12 @@ from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.events import emit_event
 from prefect.exceptions import ObjectNotFound, Pause
-from prefect.runtime import deployment, flow_run
+from prefect.runtime import flow_run
 from prefect.states import Suspended
 
 from pipelinerl.tasks.automations import TAG
 from pipelinerl.tasks.drain_request import BY_STATE
+from pipelinerl.tasks.placement import is_deployed
 from pipelinerl_core.errors import MissingObject, StoreUnavailable
 from pipelinerl_core.run.drain import drained_by, wants_drain
 from pipelinerl_core.run.hub_status import HubWatch
@@ -46,11 +47,11 @@ _POLL_SECONDS = 2.0
 
 
 def why_drain() -> str:
-    """Why this start of a flow run of `train` must end, as a sentence; "" while its state is Running.
+    """Why this start of a flow run of `train` or `compared-run` must end; "" while its state is Running.
 
     Asks the Prefect server. A state Suspended gets no deadline.
     """
-    if not deployment.id or not flow_run.id or flow_run.flow_name != "train":
+    if not is_deployed() or flow_run.flow_name not in ("train", "compared-run"):
         return ""
     with get_client(sync_client=True) as client:
         try:
@@ -66,7 +67,8 @@ def why_drain() -> str:
     # Resume does not count as a run of the flow run, but makes another state Running.
     if current.state.is_running() and current.state.id != own.flow_run.state_id:
         return "the flow run was started again"
-    has_left = current.state.is_cancelled() or current.state.is_scheduled()
+    is_replaced = flow_run.flow_name == "compared-run" and current.state.is_crashed()  # by the comparison
+    has_left = is_replaced or current.state.is_cancelled() or current.state.is_scheduled()
     return f"the flow run is {current.state.name}" if has_left else ""
 
 

@@ -52,6 +52,8 @@ class ComparedRun:
     """Version -> held-out accuracy."""
     report: Mapping[str, Any]
     """report.json."""
+    best: int | None = None
+    """The version of `best_version`; None: that with the highest accuracy, for evaluations without intervals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +170,9 @@ def run_figures(run: ComparedRun, target: float) -> dict[str, float | None]:
         **{key: _nested(run.report, path) for key, path in _FROM_REPORT.items()},
         "kl_mean": statistics.fmean(kl) if kl else None,
         "last_accuracy": curve[-1].accuracy if curve else None,
-        "best_accuracy": max((point.accuracy for point in curve), default=None),
+        "best_accuracy": run.accuracies[run.best]
+        if run.best is not None
+        else max((point.accuracy for point in curve), default=None),
         "steps": float(last),
         "seconds": seconds.get(last),
     }

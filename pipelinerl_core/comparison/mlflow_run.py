@@ -4,11 +4,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from pipelinerl_core.comparison.plan import digest_of
 from pipelinerl_core.comparison.results import HTML_KEY, JSON_KEY, SVG_KEY
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.mlflow_run import NoTracker, RunTracker, source_tags
-from pipelinerl_core.telemetry.mlflow import MlflowTracker, tracking_uri
+from pipelinerl_core.telemetry.mlflow import URL_TAG, MlflowTracker, tracking_uri
 
 _NO_METRIC_NAME = r"[^\w. -]"
 """MLflow refuses other characters, such as the = of "learner.lr=1e-6", in names of metrics."""
@@ -25,8 +26,11 @@ def open_comparison(
     uri = tracking_uri(config.tracking.chosen_uri, root)
     if uri is None:
         return NoTracker(), None
-    tags = {**source_tags(flow_run_id), **labels, "pipelinerl.url": f"{root}/{key}"}
-    tracker = MlflowTracker(uri, config.tracking.experiment, key.rpartition("/")[2], tags=tags)
+    name, url = key.rpartition("/")[2], f"{root}/{key}"
+    tags = {**source_tags(flow_run_id), **labels, URL_TAG: url}
+    tracker = MlflowTracker(
+        uri, config.tracking.experiment, name, tags=tags, is_original=lambda other: other not in ("", url)
+    )
     return tracker, tracker.run_id
 
 
@@ -34,8 +38,10 @@ def log_comparison(tracker: RunTracker, store: ObjectStore, document: Mapping[st
     """Log the files of a comparison, and the mean of each figure of each arm at step = number of runs compared."""
     for name in (JSON_KEY, SVG_KEY, HTML_KEY):
         tracker.log_artifact(name, store.get(name))
+    # MLflow refuses names of metrics of more than 250 characters.
+    short = {arm: arm if len(arm) <= 180 else f"{arm[:180]} {digest_of(arm)}" for arm in document["arms"]}
     means = {
-        f"{re.sub(_NO_METRIC_NAME, ' ', arm)}/{name}": entry["mean"]
+        f"{re.sub(_NO_METRIC_NAME, ' ', short[arm])}/{name}": entry["mean"]
         for arm, figures in document["arms"].items()
         for name, entry in figures.items()
         if isinstance(entry, Mapping) and isinstance(entry.get("mean"), int | float)

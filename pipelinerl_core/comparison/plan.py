@@ -16,7 +16,7 @@ from typing import Any
 from pipelinerl_core import __version__
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.arm import Arm, distinct, grid_arms, parse_grid
-from pipelinerl_core.config.mlflow_login import without_logins
+from pipelinerl_core.config.mlflow_login import SETTING, without_logins
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.models.paths import builtin_recipe, seeded_path
@@ -128,6 +128,10 @@ def plan_comparison(wanted: Wanted) -> Plan:
     configs = {arm.name: _resolved(wanted, arm) for arm in arms}
     runs = [_planned(arm, config, seed) for seed in seeds for arm, config in configs.items()]
     resolved = {arm: _planned(arm, config, 0).run_id for arm, config in configs.items()}
+    known: dict[str, str] = {}
+    for arm, run_id in resolved.items():
+        if (other := known.setdefault(run_id.rpartition("-")[2], arm)) != arm:
+            raise ConfigError(f"arms {other} and {arm} have the same settings. Remove one of them")
     return Plan(
         wanted=wanted,
         name=plain_name(wanted.name or wanted.source),
@@ -152,6 +156,9 @@ def plan_sweep(
     grid: texts "section.key=v1,v2": an arm for each combination; "seed=0,1,2" are the seeds of every arm. overrides:
     further settings of all arms. The other arguments are those of `Wanted`.
     """
+    if any(text.startswith(SETTING) and "," in text for text in grid):
+        raise ConfigError("tracking.mlflow_uri: one server for all runs. Give one URL, without a comma")
+    grid = without_logins(grid)
     keys = parse_grid(grid)
     if all(len(values) == 1 for _, values in keys):
         raise ConfigError("nothing to sweep: give several values, for example learner.lr=1e-6,3e-6 or seed=0,1,2")
@@ -182,10 +189,10 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 
 
 def checked_seeds(seeds: Sequence[int]) -> Sequence[int]:
-    """The seeds. Raises ConfigError if there is no seed, a duplicate or a negative seed."""
-    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
+    """The seeds. Raises ConfigError if there is no seed, a duplicate, or a seed outside 0 to 2**63 - 1."""
+    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0 or max(seeds) >= 2**63:
         given = ",".join(map(str, seeds))
-        raise ConfigError(f"seeds {given}: give different whole numbers from 0, for example 0,1,2")
+        raise ConfigError(f"seeds {given}: give different whole numbers from 0 to 2**63 - 1, for example 0,1,2")
     return seeds
 
 
@@ -221,10 +228,10 @@ def digest_of(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def is_evaluated(follower: RunFollower, target: float) -> bool:
-    """Whether every durable version up to the first version at the target has an accuracy."""
-    accuracies = {step: record.accuracy for step, record in follower.evals.items()}
-    return next_to_evaluate(durable_versions(follower.commits.values()), accuracies, target) is None
+def accuracies_of(follower: RunFollower) -> dict[int, float]:
+    """Version -> held-out accuracy; without the versions whose completions all failed."""
+    known = {step: record.known_accuracy for step, record in follower.evals.items()}
+    return {step: accuracy for step, accuracy in known.items() if accuracy is not None}
 
 
 def is_complete(store: ObjectStore, config: RunConfig, target: float) -> bool:
@@ -236,11 +243,11 @@ def is_complete(store: ObjectStore, config: RunConfig, target: float) -> bool:
         return is_trained(store, steps) and (config.eval.num_prompts == 0 or store.exists(eval_key(steps)))
     follower = RunFollower(store)
     follower.refresh()
-    accuracies = {step: record.accuracy for step, record in follower.evals.items()}
-    if has_passed(accuracies, target):
+    evaluated = {**dict.fromkeys(follower.evals, -math.inf), **accuracies_of(follower)}
+    if has_passed(evaluated, target):
         return True
-    last = follower.last
-    return last is not None and last.step >= steps and is_evaluated(follower, target)
+    last, versions = follower.last, durable_versions(follower.commits.values())
+    return last is not None and last.step >= steps and next_to_evaluate(versions, evaluated, target) is None
 
 
 def incomplete_runs(plan: Plan, root: str) -> list[PlannedRun]:

@@ -14,8 +14,9 @@ from pipelinerl_core.comparison.analysis import ComparedRun, compare, learning_c
 from pipelinerl_core.comparison.budget import dropped_lines
 from pipelinerl_core.comparison.figure import figure
 from pipelinerl_core.comparison.page import page
-from pipelinerl_core.comparison.plan import Plan, PlannedRun, is_complete
+from pipelinerl_core.comparison.plan import Plan, PlannedRun, accuracies_of, is_complete
 from pipelinerl_core.errors import MissingObject, PipelineRLError
+from pipelinerl_core.run.evaluations import best_version
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.locate import root_url, run_url
 from pipelinerl_core.run.records import REPORT_JSON_KEY, RUN_KEY
@@ -108,7 +109,8 @@ class Results:
                 code_version=follower.run.code_version,
                 is_emulated=planned.config.emulation.accelerators > 0,
                 commits=follower.commits,
-                accuracies={version: record.accuracy for version, record in follower.evals.items()},
+                accuracies=accuracies_of(follower),
+                best=best_version(follower.evals),
                 report=json.loads(store.get(REPORT_JSON_KEY)),
             )
         return self._read[planned.run_id]

@@ -6,7 +6,7 @@ from urllib.parse import unquote
 
 LOGIN_VARIABLES = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
 """MLflow reads its own variables with every request."""
-_SETTING = "tracking.mlflow_uri="
+SETTING = "tracking.mlflow_uri="
 
 
 def split_login(url: str) -> tuple[str, tuple[str, str] | None]:
@@ -30,8 +30,8 @@ def take_login(uri: str) -> str:
 def without_logins(overrides: Iterable[str]) -> tuple[str, ...]:
     """The overrides, which are recorded and shown, without a login (see `take_login`)."""
     return tuple(
-        _SETTING + take_login(override.removeprefix(_SETTING).strip("\"'"))
-        if override.startswith(_SETTING)
+        SETTING + take_login(override.removeprefix(SETTING).strip("\"'"))
+        if override.startswith(SETTING)
         else override
         for override in overrides
     )

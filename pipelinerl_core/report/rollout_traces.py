@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import logging
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,29 +11,48 @@ from pipelinerl_core.report.facts import TrainedRollout
 from pipelinerl_core.report.samples import Decode, plain_text
 from pipelinerl_core.rollouts.task_columns import task_columns
 from pipelinerl_core.telemetry import mlflow as _variables  # noqa: F401 (MLflow reads them when it is imported)
+from pipelinerl_core.telemetry.redact import redact_text
 from pipelinerl_core.types import TurnSpan
 
 from mlflow.entities import Run, Span, TraceInfo, TraceLocation, TraceState  # isort: skip
+from mlflow.exceptions import MlflowException
 from mlflow.tracing.client import TracingClient
 
+logger = logging.getLogger(__name__)
+
 MAX_CHARS = 2000
+_MAX_PREVIEW = 1000  # of MLflow's columns on PostgreSQL
+_MAX_FAILING_SECONDS = 60.0  # later, a failure ends the writing: MLflow is probably away
 _ATTRIBUTES = {"kind": "mlflow.spanType", "inputs": "mlflow.spanInputs", "outputs": "mlflow.spanOutputs"}
 
 
 def log_traces(uri: str, run: Run, rollouts: Iterable[TrainedRollout], decode: Decode | None) -> None:
-    """Write rollouts as traces of an MLflow run. A resume writes the same ids again. Raises MlflowException."""
-    client, experiment = TracingClient(uri), run.info.experiment_id
+    """Write rollouts as traces of an MLflow run. A resume writes the same ids again. A trace that MLflow refuses
+    is left out. Raises MlflowException if a request fails after a minute."""
+    client, begun = TracingClient(uri), time.monotonic()
+    refused: list[str] = []
     for row in rollouts:
-        spans = trace_spans(row, decode)
-        trace_id = f"tr-{hashlib.sha256(f'{run.info.run_id} {row.name}'.encode()).hexdigest()[:32]}"
-        client.start_trace(TraceInfo(
-            trace_id, TraceLocation.from_experiment_id(experiment), round(row.started_at * 1000), TraceState.OK,
-            request_preview=spans[0]["inputs"], response_preview=spans[0]["outputs"],
-            execution_duration=round((spans[0]["end"] - row.started_at) * 1000),
-            trace_metadata={"mlflow.sourceRun": run.info.run_id},
-            tags={"mlflow.traceName": f"rollout {row.name}", "step": str(row.step), "reward": str(row.reward)},
-        ))  # fmt: skip
-        client.log_spans(experiment, [_span(trace_id, number, span) for number, span in enumerate(spans, 1)])
+        try:
+            _log_trace(client, run, row, decode)
+        except MlflowException as error:
+            refused.append(redact_text(str(error)).partition("\n")[0][:200])
+            if time.monotonic() - begun > _MAX_FAILING_SECONDS:
+                raise
+    if refused:
+        logger.warning("MLflow refused %d traces of rollouts, which are left out: %s", len(refused), refused[0])
+
+
+def _log_trace(client: TracingClient, run: Run, row: TrainedRollout, decode: Decode | None) -> None:
+    spans, experiment = trace_spans(row, decode), run.info.experiment_id
+    trace_id = f"tr-{hashlib.sha256(f'{run.info.run_id} {row.name}'.encode()).hexdigest()[:32]}"
+    client.start_trace(TraceInfo(
+        trace_id, TraceLocation.from_experiment_id(experiment), round(row.started_at * 1000), TraceState.OK,
+        request_preview=spans[0]["inputs"][:_MAX_PREVIEW], response_preview=spans[0]["outputs"][:_MAX_PREVIEW],
+        execution_duration=round((spans[0]["end"] - row.started_at) * 1000),
+        trace_metadata={"mlflow.sourceRun": run.info.run_id},
+        tags={"mlflow.traceName": f"rollout {row.name}", "step": str(row.step), "reward": str(row.reward)},
+    ))  # fmt: skip
+    client.log_spans(experiment, [_span(trace_id, number, span) for number, span in enumerate(spans, 1)])
 
 
 def trace_spans(row: TrainedRollout, decode: Decode | None) -> list[dict[str, Any]]:
@@ -39,11 +60,11 @@ def trace_spans(row: TrainedRollout, decode: Decode | None) -> list[dict[str, An
     tokens: the spans of turns divide the time of the rollout by their tokens."""
     num_tokens, scored_at = len(row.completion_token_ids), row.finished_at + row.scoring_seconds
     per_token = (row.finished_at - row.started_at) / max(1, num_tokens)
-    prompt = plain_text(row.prompt_token_ids, decode)[:MAX_CHARS]
+    prompt = plain_text(row.prompt_token_ids, decode)[:MAX_CHARS].replace("\0", "")  # PostgreSQL refuses NUL
 
     def span(name: str, kind: str, start: int, end: int, inputs: Any) -> dict[str, Any]:
         versions = [own.version for own in row.weight_spans if own.start < end and own.end > start]
-        text = plain_text(row.completion_token_ids[start:end], decode)[:MAX_CHARS]
+        text = plain_text(row.completion_token_ids[start:end], decode)[:MAX_CHARS].replace("\0", "")
         times = {"start": row.started_at + start * per_token, "end": row.started_at + end * per_token}
         return {"name": name, "kind": kind, "inputs": inputs, "outputs": text, "versions": versions, **times}
 
@@ -57,7 +78,7 @@ def trace_spans(row: TrainedRollout, decode: Decode | None) -> list[dict[str, An
         spans.append(span(f"turn {number + 1}", "LLM", start, end, given))
         spans[-1] |= {"reward": row.turn_rewards[number]} if row.turn_rewards else {}
         before = end
-    outputs = {"reward": row.reward, **row.components}
+    outputs = {**row.components, "reward": row.reward}
     scoring = {"name": "reward", "kind": "EVALUATOR", "start": row.finished_at, "end": scored_at}
     return [*spans, {**scoring, "inputs": task_columns(row.task), "outputs": outputs, "outcome": row.outcome}]
 

@@ -99,6 +99,7 @@ def open_tracker(
             datasets=run_datasets(config),
             machine=SystemSampler(url),
             is_required=record is None,
+            is_new=record is None,
             is_original=partial(is_original_of, url),
         )
         mlflow = MlflowRef(uri=uri, run_id=tracker.run_id)

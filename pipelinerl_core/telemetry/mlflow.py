@@ -53,6 +53,7 @@ logging.getLogger("urllib3.connectionpool").setLevel(
 )  # urllib3 warns of every attempt; the tracker warns once
 
 T = TypeVar("T")
+UrlTest = Callable[[str], bool]
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 RUN_TAG = "pipelinerl.run_id"
@@ -146,14 +147,16 @@ class MlflowTracker:
         datasets: Sequence[DatasetNote] = (),
         machine: Callable[[], Mapping[str, float]] | None = None,
         is_required: bool = True,
-        is_original: Callable[[str], bool] = lambda url: False,
+        is_new: bool = False,
+        is_original: UrlTest = lambda url: False,
     ) -> None:
         """Find or create the run.
 
         is_required: connect now; raises ConfigError if this fails, for a server after 9 s. Otherwise the writer
         thread connects, and tries again after failures.
         A run is found by `run_id`, else by the tag of `run_name` in the experiment; not the MLflow run of a training
-        run at another URL, if `is_original` says that this run is a copy of it. `config`, nested or not,
+        run at another URL, if `is_original` says that this run is a copy of it, and, if `is_new`, not an MLflow run
+        with steps: another user may have started a run of the same name. `config`, nested or not,
         becomes parameters with dotted keys; secrets are redacted there and in `tags`. `machine` is called every 10 s
         on the writer thread; its metrics are logged at step = seconds since the start of the MLflow run.
         """
@@ -164,7 +167,7 @@ class MlflowTracker:
         self._params = redact(flatten(config or {}))
         self._datasets = datasets
         self._machine = machine
-        self._is_original = is_original
+        self._is_new, self._is_original = is_new, is_original
         self._sampled_at = time.monotonic()
         self.run_id = run_id or ""
         self.page: str | None = None
@@ -311,7 +314,7 @@ class MlflowTracker:
             experiment_id = _experiment_id(client, self._uri, self._experiment)
         if self._lost_at is not None:
             _mark_lost(client, self.run_id, self._run_name, self._lost_at)
-        run_id = find_run(client, experiment_id, self._run_name, self.run_id, self._is_original)
+        run_id = find_run(client, experiment_id, self._run_name, self.run_id, self._is_original, is_new=self._is_new)
         if run_id is None:
             run_id = client.create_run(experiment_id, run_name=self._run_name).info.run_id
         run = client.get_run(run_id)
@@ -478,11 +481,12 @@ def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:
 
 
 def find_run(
-    client: MlflowClient, experiment_id: str, run_name: str, run_id: str, is_original: Callable[[str], bool]
+    client: MlflowClient, experiment_id: str, run_name: str, run_id: str, is_original: UrlTest, *, is_new: bool
 ) -> str | None:
     """Id of the MLflow run of a training run: `run_id` if MLflow has it, else by its tag; None without it.
 
-    is_original: whether the training run is a copy of another one, at a URL; its MLflow run is left out.
+    Left out are the MLflow run of which `is_original` says that the training run at its URL was copied, and, if
+    `is_new`, MLflow runs with steps.
     """
     if run_id:
         try:
@@ -497,7 +501,8 @@ def find_run(
     runs = client.search_runs(
         [experiment_id], filter_string=f"tags.`{RUN_TAG}` = '{quoted}'", max_results=_MAX_COPIES
     )
-    own = (str(run.info.run_id) for run in runs if not is_original(run.data.tags.get(URL_TAG, "")))
+    free = [run for run in runs if not (is_new and LOGGED_TAG in run.data.tags)]
+    own = (str(run.info.run_id) for run in free if not is_original(run.data.tags.get(URL_TAG, "")))
     return next(own, None)
 
 

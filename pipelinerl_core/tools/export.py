@@ -74,14 +74,16 @@ def _write_model(run: RunContext, commit: Commit, file: Path) -> None:
         raise
 
 
-def run_tool(run: RunContext, module: str, arguments: Mapping[str, str], seconds: float) -> None:
+def run_tool(
+    run: RunContext, module: str, arguments: Mapping[str, str], seconds: float, env: Mapping[str, str] | None = None
+) -> None:
     """Run a module in a child process: this process must not load torch. Raises ConfigError or PipelineRLError with
-    the last line of the child, and DeadlineExceeded after `seconds`."""
+    the last line of the child, and DeadlineExceeded after `seconds`. env: further variables."""
     try:
         with own_temporary(role_environment(run.config.placement.threads, run.token)) as own:
             ended = subprocess.run(
                 ending_with_parent(module_command(module, arguments)),
-                env=own, capture_output=True, text=True, check=False, timeout=seconds,
+                env={**own, **(env or {})}, capture_output=True, text=True, check=False, timeout=seconds,
             )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise DeadlineExceeded(f"{module} did not end within {seconds:.0f} s") from None

@@ -4,14 +4,16 @@ import hashlib
 import json
 import logging
 import math
+import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pipelinerl_core.config.mlflow_login import LOGIN_VARIABLES
 from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.context import RunContext
@@ -20,7 +22,7 @@ from pipelinerl_core.run.follow import RunFollower, eval_metrics
 from pipelinerl_core.run.mlflow_run import is_original_of
 from pipelinerl_core.run.records import EvalRecord
 from pipelinerl_core.run.versions import stored_versions
-from pipelinerl_core.telemetry.mlflow import find_run
+from pipelinerl_core.telemetry.mlflow import find_run, tracking_uri
 from pipelinerl_core.telemetry.redact import redact
 from pipelinerl_core.tools.export import WRITE_SECONDS, export, run_tool
 
@@ -51,7 +53,10 @@ def open_mlflow(uri: str) -> MlflowClient:
 
 def mlflow_of(run: RunContext) -> str:
     """The MLflow server or database of a run; empty without MLflow."""
-    return run.config.tracking.chosen_uri or run.record.mlflow_uri or ""
+    chosen, recorded = run.config.tracking.chosen_uri, run.record.mlflow_uri or ""
+    if recorded and not chosen and not recorded.startswith("sqlite:"):
+        return recorded
+    return tracking_uri(chosen, run.store.url.rpartition("/")[0]) or ""  # a run may be a copy under another root
 
 
 class RunModels:
@@ -64,7 +69,7 @@ class RunModels:
         self.client = open_mlflow(self.uri)
         experiment = self.client.get_experiment_by_name(run.config.tracking.experiment)
         known = (run.run_id, run.record.mlflow_run_id or "", partial(is_original_of, run.store.url))
-        run_id = find_run(self.client, experiment.experiment_id, *known) if experiment else None
+        run_id = find_run(self.client, experiment.experiment_id, *known, is_new=False) if experiment else None
         if run_id is None:
             raise ConfigError(f"MLflow has no run of {run.run_id}. Set MLFLOW_TRACKING_URI to the server of the run")
         self.mlflow_run = self.client.get_run(run_id)
@@ -79,7 +84,9 @@ class RunModels:
         name = self._run.config.tracking.register_as
         if name and last >= self._run.config.trainer.steps:
             stored = stored_versions(self._run.store)  # the weights of others would be trained again
-            best = best_version({step: own for step, own in evals.items() if step in stored})
+            candidates = {step: own for step, own in evals.items() if step in stored}
+            most = max((own.num_prompts for own in candidates.values()), default=0)  # others are not comparable
+            best = best_version({step: own for step, own in candidates.items() if own.num_prompts == most})
             self._challenge(name, last if best is None else best)
 
     def log(self, step: int) -> LoggedModel:
@@ -103,13 +110,14 @@ class RunModels:
         return self.client.get_logged_model(model.model_id)
 
     def _log_evaluation(self, model_id: str, record: EvalRecord) -> None:
-        config, inputs, run_id = self._run.config, self.mlflow_run.inputs, self.mlflow_run.info.run_id
-        sets = [own.dataset for own in (inputs.dataset_inputs if inputs else ()) if own.tags[0].value == "eval"]
+        config, run_id = self._run.config, self.mlflow_run.info.run_id
+        inputs = self.mlflow_run.inputs.dataset_inputs if self.mlflow_run.inputs else ()
+        sets = [own.dataset for own in inputs if "eval" in [tag.value for tag in own.tags]]
         measure = [  # what decides whether two accuracies measure the same
             sorted([own.name, own.digest] for own in sets), [own.weight for own in config.mixture.values()],
             {part: verifier_name(own) for part, own in config.parts.items()},
             {key: digest for key, digest in self._run.record.code.items() if not key.startswith("loss.")},
-            [record.temperature, record.top_p, config.eval.max_tokens],
+            [record.temperature, record.top_p, config.eval.max_tokens, record.num_prompts],
         ]  # fmt: skip
         figures = record.model_dump(include={"accuracy", "low", "high", "num_prompts"})
         tag = json.dumps({**figures, "measure": _digest(measure)})
@@ -127,10 +135,12 @@ class RunModels:
             with tempfile.TemporaryDirectory(prefix="pipelinerl-") as temporary:
                 directory, target = Path(temporary) / model.name, Path(temporary) / "mlflow"
                 export(self._run.store.url, directory, str(step))
-                limit = str(self._run.config.rollouts.max_tokens)
-                arguments = {"directory": str(directory), "target": str(target), "max-tokens": limit}
-                run_tool(self._run, "pipelinerl_core.tools.write_mlflow", arguments, WRITE_SECONDS)
-                self.client.log_model_artifacts(model.model_id, str(target))
+                arguments = {"directory": str(directory), "target": str(target), "model-id": model.model_id,
+                             "max-tokens": str(self._run.config.rollouts.max_tokens)}  # fmt: skip
+                login = {name: os.environ[name] for name in LOGIN_VARIABLES if name in os.environ}
+                seconds = f"{WRITE_SECONDS:.0f}"  # of one upload; 5 s in this process
+                env = {**login, "MLFLOW_TRACKING_URI": self.uri, "MLFLOW_HTTP_REQUEST_TIMEOUT": seconds}
+                run_tool(self._run, "pipelinerl_core.tools.write_mlflow", arguments, WRITE_SECONDS, env)
             self.client.delete_logged_model_tag(model.model_id, MLFLOW_MODEL_IS_EXTERNAL)
         # With a database, MLflow looks for models:/ID at its default URI instead of the client's.
         source = model.model_uri if self.uri.startswith("http") else model.artifact_location
@@ -146,8 +156,8 @@ class RunModels:
     def _challenge(self, name: str, step: int) -> None:
         """Register a version; move the alias `champion` if the version is better, or if there is no champion."""
         own, champion = self.register(name, step), named(self.client, name, CHAMPION)
-        if NOTE_TAG in own.tags:  # compared at an earlier end of the run
-            return
+        if NOTE_TAG in own.tags or (champion is not None and champion.version == own.version):
+            return  # compared at an earlier end of the run
         _, figures = facts_of(self.client, own)
         is_better, why = bool(figures), "no champion before" if figures else "no held-out accuracy"
         if champion is not None:
@@ -224,19 +234,26 @@ def better(own: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[bool, str]
 
 def named(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
     """The version that an alias names; None without it."""
+    version: ModelVersion | None = _if_there(partial(client.get_model_version_by_alias, name, alias))
+    return version
+
+
+def facts_of(client: MlflowClient, version: ModelVersion) -> tuple[dict[str, str], dict[str, Any]]:
+    """Origin of a version, and the content of HELD_OUT_TAG; both are empty for another origin or a deleted model."""
+    model_id = _MODEL_ID.search(version.source or "")
+    model = _if_there(partial(client.get_logged_model, model_id[0])) if model_id else None
+    if model is None or "weights_digest" not in (model.params or {}):
+        return {}, {}
+    return dict(model.params), json.loads(model.tags.get(HELD_OUT_TAG, "{}"))
+
+
+def _if_there(call: Callable[[], Any]) -> Any:
     try:
-        return client.get_model_version_by_alias(name, alias)
+        return call()
     except MlflowException as error:
         if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             return None
         raise
-
-
-def facts_of(client: MlflowClient, version: ModelVersion) -> tuple[dict[str, str], dict[str, Any]]:
-    """Origin of a version, and the content of HELD_OUT_TAG; both are empty for a version of another origin."""
-    model_id = _MODEL_ID.search(version.source or "")
-    model = client.get_logged_model(model_id[0]) if model_id else None
-    return (dict(model.params or {}), json.loads(model.tags.get(HELD_OUT_TAG, "{}"))) if model else ({}, {})
 
 
 def _digest(values: Any) -> str:

@@ -1,6 +1,7 @@
 """The plan of a comparison: its runs, their names, which are done, and what fits into the budget."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -75,6 +76,8 @@ def test_weights_are_kept_often_enough_unless_the_user_says_otherwise():
         ({"seeds": ()}, "seeds"),
         ({"seeds": (1, 1)}, "seeds 1,1"),
         ({"seeds": (-1,)}, "seeds -1"),
+        ({"seeds": (2**63,)}, "seeds 9223372036854775808"),
+        ({"arms": (ARMS[0], Arm("b", ARMS[0].overrides))}, "arms keep and b have the same settings"),
         ({"target": -0.1}, "--target -0.1"),
         ({"limit": 0}, "--limit 0"),
         ({"target": 1.1}, "--target 1.1"),
@@ -112,6 +115,15 @@ def test_a_sweep_without_seeds_has_that_of_the_configuration_and_one_of_seeds_al
     assert [run.arm for run in plan_sweep("quickstart", ["seed=1,2"]).runs] == ["quickstart"] * 2
 
 
+def test_a_login_in_a_grid_is_in_no_name_or_setting(monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "")
+    plan = plan_sweep("quickstart", ["tracking.mlflow_uri=http://bob:S3cret@h", "seed=0,1"])
+    assert "S3cret" not in repr(plan)
+    assert {run.config.tracking.mlflow_uri for run in plan.runs} == {"http://h"}
+    assert os.environ["MLFLOW_TRACKING_PASSWORD"] == "S3cret"
+
+
 def test_without_a_target_a_run_is_done_with_its_last_evaluation_and_report(tmp_path):
     planned = plan_sweep("quickstart", ["seed=0,1", "trainer.steps=4"]).runs[0]
     store = write_run(tmp_path, planned, rewards=[0.1] * 4, accuracies={0: 0.2, 2: 0.9, 3: 0.9})
@@ -125,6 +137,7 @@ def test_without_a_target_a_run_is_done_with_its_last_evaluation_and_report(tmp_
         (["learner.lr=1e-6"], "nothing to sweep"),
         (["learner.lr=1e-6,1e-6"], "two arms are named learner.lr=1e-6"),
         (["learner.lr=1e-6,"], "no empty value"),
+        (["tracking.mlflow_uri=http://h,http://bob:S3cret@h", "seed=0,1"], "one server for all runs"),
         (["learner.lrs=1,2"], "arm learner.lrs=1: learner.lrs: no such key"),
         (["seed=0,a"], "seeds 0,a"),
     ],
@@ -191,6 +204,18 @@ def test_a_run_with_two_versions_past_the_target_is_done_whatever_its_training_r
     plan = plan_of(seeds=(0,), overrides=("trainer.steps=50",), target=0.5)
     store = write_run(tmp_path, plan.runs[0], rewards=[0.3] * 4, accuracies={1: 0.2, 2: 0.5, 3: 0.4, 4: 0.6})
     assert is_complete(store, plan.runs[0].config, 0.5)
+
+
+def test_evaluations_without_a_reward_have_no_accuracy_and_the_best_is_of_one_version(tmp_path):
+    plan = plan_sweep("quickstart", ["seed=0,1", "trainer.steps=4"])
+    store = write_run(tmp_path, plan.runs[0], rewards=[0.1] * 4, accuracies={4: 0.0})
+    values = {"num_prompts": 10, "mean_tokens": 5, "errors": 0, "seconds": 1}
+    put_record(store, eval_key(4), EvalRecord(version=4, accuracy=0.0, **{**values, "errors": 10}))
+    for version, accuracy, half, last in ((1, 0.9, 0.1, 3), (2, 0.7, 0.5, 2), (3, 0.6, 0.1, 3)):
+        ends = {"low": accuracy - half, "high": accuracy + half, "last_version": last}
+        put_record(store, eval_key(version), EvalRecord(version=version, accuracy=accuracy, **ends, **values))
+    (entry,) = Results(plan, str(tmp_path)).write([])["runs"]
+    assert (entry["figures"]["last_accuracy"], entry["figures"]["best_accuracy"]) == (0.6, 0.6)
 
 
 def test_the_result_is_written_from_finished_runs_and_remembers_how_long_runs_took(tmp_path):

@@ -54,7 +54,7 @@ def test_the_login_of_a_server_is_in_no_configuration_and_no_override(given, kep
 
 def test_a_comparison_keeps_no_login(login):
     setting = "tracking.mlflow_uri=http://bob:hunter2@mlflow"
-    arms = (Arm("one", (setting,)), Arm("two", ("seed=2",)))
+    arms = (Arm("one", (setting,)), Arm("two", ("learner.lr=1e-5",)))
     plan = plan_comparison(Wanted(source="quickstart", arms=arms, overrides=(setting,)))
     assert "hunter2" not in repr(plan)
     assert login() == ("bob", "hunter2")

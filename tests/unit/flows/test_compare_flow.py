@@ -4,6 +4,7 @@ from threading import Event
 from unittest.mock import MagicMock
 
 import pytest
+from prefect.exceptions import Pause
 
 from pipelinerl.flows import compare_flow
 from pipelinerl.tasks.placement import RUN_THREAD, RunRoles, RunThread
@@ -75,7 +76,7 @@ def carry_out(monkeypatch, tmp_path):
     logger = MagicMock()
     monkeypatch.setattr(compare_flow, "get_run_logger", lambda: logger)
     monkeypatch.setattr(compare_flow, "_POLL_SECONDS", 0.001)
-    monkeypatch.setattr(compare_flow, "write_comparison", lambda results, dropped: results.write(dropped))
+    monkeypatch.setattr(compare_flow, "write_comparison", lambda results, dropped, **_: results.write(dropped))
     monkeypatch.setattr(compare_flow, "is_complete", lambda *_: True)
 
     def start(**errors):
@@ -98,6 +99,25 @@ def test_never_more_runs_than_the_limit_and_a_failed_run_does_not_end_the_others
     assert (runs.most, len(set(runs.started)), runs.running) == (2, 6, {})
     reasons = sorted(results.failed.values())
     assert reasons == ["PipelineRLError: the trainer ended"] * 2 + ["ValueError: bad"] * 2
+
+
+def test_a_run_that_cannot_be_started_or_is_paused_does_not_end_the_others(carry_out, monkeypatch):
+    begin = Runs.begin
+
+    def begin_or_fail(self, run_id):
+        if run_id.startswith("learner.lr-1-"):
+            raise ConnectionError("http://bob:S3cret@h does not answer")
+        begin(self, run_id)
+
+    monkeypatch.setattr(Runs, "begin", begin_or_fail)
+    results, runs, _ = carry_out(**{"2": Pause()})
+    assert (len(runs.started), runs.running, runs.stopped) == (4, {}, [])
+    remedy = "; the same command continues the run"
+    (failed, stopped) = sorted(set(results.failed.values()))
+    assert failed.startswith("ConnectionError: http://")
+    assert failed.endswith(f"@h does not answer{remedy}")
+    assert "S3cret" not in failed
+    assert stopped == f"stopped before its end{remedy}"
 
 
 def test_an_interrupt_stops_the_runs_that_run(carry_out):
@@ -132,3 +152,19 @@ def test_a_stop_interrupts_the_waits_of_a_run_once(monkeypatch):
         roles.wait(0)  # while its roles stop
     finally:
         RUN_THREAD.reset(token)
+
+
+def test_a_run_with_a_flow_run_of_its_own_waits_for_the_end_of_an_earlier_start(monkeypatch):
+    waited = []
+    monkeypatch.setattr(compare_flow, "await_earlier_start", waited.append)
+    monkeypatch.setattr(compare_flow, "open_at", lambda *_, **__: (None, None))
+    monkeypatch.setattr(compare_flow, "train_opened", lambda *_: None)
+    config = plan_sweep("quickstart", ["seed=0,1"]).runs[0].config
+    compare_flow.compared_run.fn("memory://r", config)
+    assert waited == ["memory://r"]
+    token = RUN_THREAD.set(RunThread(Event(), is_alone=True))
+    try:
+        compare_flow.compared_run.fn("memory://r", config)
+    finally:
+        RUN_THREAD.reset(token)
+    assert waited == ["memory://r"]

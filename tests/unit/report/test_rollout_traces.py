@@ -1,11 +1,14 @@
 """The trace of a rollout with two turns and an answer of a tool between them."""
 
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import numpy as np
+from mlflow.exceptions import MlflowException
 
+from pipelinerl_core.report import rollout_traces
 from pipelinerl_core.report.facts import TrainedRollout
-from pipelinerl_core.report.rollout_traces import trace_spans
+from pipelinerl_core.report.rollout_traces import log_traces, trace_spans
 from pipelinerl_core.types import TurnSpan, WeightSpan
 
 
@@ -45,3 +48,22 @@ def test_a_completion_without_turns_is_one_turn_and_long_texts_are_cut():
     root, turn, _ = trace_spans(single, chr)
     assert len(root["outputs"]) == len(turn["outputs"]) == 2000
     assert (turn["name"], turn["inputs"]) == ("turn 1", "Q")
+
+
+def test_a_component_named_reward_does_not_replace_the_reward():
+    row = replace(trained_rollout(), components={"reward": 0.1, "exact": 0.5})
+    assert trace_spans(row, chr)[-1]["outputs"] == {"reward": 0.5, "exact": 0.5}
+
+
+def test_previews_fit_postgresql_and_a_refused_trace_does_not_stop_the_others(monkeypatch, caplog):
+    client, run = MagicMock(), MagicMock()
+    client.start_trace.side_effect = [MlflowException("value too long\nSQL"), None]
+    monkeypatch.setattr(rollout_traces, "TracingClient", lambda uri: client)
+    row = replace(trained_rollout(), prompt_token_ids=codes("\0" + "a" * 1500))
+    log_traces("", run, [row, row], chr)
+    (trace,) = client.start_trace.call_args.args
+    assert trace.request_preview == "a" * 1000
+    assert client.log_spans.call_count == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "MLflow refused 1 traces of rollouts, which are left out: value too long"
+    ]

@@ -93,6 +93,18 @@ def test_the_copy_of_a_run_that_is_still_there_gets_an_mlflow_run_of_its_own(uri
     assert moved.run_id == original.run_id
 
 
+def test_a_new_run_leaves_the_mlflow_run_of_another_users_run_of_the_same_name_alone(uri):
+    other = MlflowTracker(uri, "e", "swept", is_new=True)
+    again = MlflowTracker(uri, "e", "swept", is_new=True)  # without steps: of a start that failed
+    assert again.run_id == other.run_id
+    again.close()
+    other.log(1, {"train/loss": 1.0}, weights_digest="d")
+    other.close()
+    own = MlflowTracker(uri, "e", "swept", is_new=True)
+    own.close()
+    assert own.run_id != other.run_id
+
+
 def test_metrics_that_are_logged_again_with_the_same_time_are_stored_once(uri):
     for _ in range(2):  # the first start has written the metrics, and was killed before it heard of this
         tracker = MlflowTracker(uri, "e", "again")

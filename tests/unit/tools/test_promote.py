@@ -24,7 +24,7 @@ from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.telemetry.datasets import run_datasets
 from pipelinerl_core.telemetry.mlflow import MlflowTracker, tracking_uri
 from pipelinerl_core.tools.export import export
-from pipelinerl_core.tools.promote import HELD_OUT_TAG, RunModels, better, describe, open_mlflow, promote
+from pipelinerl_core.tools.promote import HELD_OUT_TAG, RunModels, better, describe, mlflow_of, open_mlflow, promote
 from pipelinerl_core.weights.publish import WeightPublisher
 from tests.builders import put_commit, put_run
 from tests.models import publish
@@ -222,3 +222,26 @@ def test_another_sampling_is_another_measure(world, runs):
         for changed, step in ((run, 1), (run, 2), (replace(run, config=other), 2), (run, 2))
     ]
     assert measures[0] == measures[1] == measures[3] != measures[2]
+
+
+@pytest.mark.slow
+def test_the_mlflow_of_a_copied_run_is_the_database_of_its_root_or_the_server_of_its_record(world, runs):
+    run = open_run(runs[0])
+    for recorded, expected in (("sqlite:////elsewhere/mlflow.db", world.uri), ("http://server:5000",) * 2):
+        assert mlflow_of(replace(run, record=run.record.model_copy(update={"mlflow_uri": recorded}))) == expected
+
+
+@pytest.mark.slow
+def test_an_evaluation_on_fewer_prompts_is_no_challenger_and_a_deleted_model_has_no_origin(world, runs):
+    before = describe(world.client, NAME)
+    few = {"accuracy": 0.9, "low": 0.85, "high": 0.95, "num_prompts": 10}
+    values = {"mean_tokens": 5.0, "errors": 0, "seconds": 1.0, "finished_at": 1.75e9}
+    put_record(open_store(runs[1]), eval_key(0), EvalRecord(version=0, **few, **values))
+    end(runs[1])
+    assert describe(world.client, NAME) == before
+    models = [models_of(open_run(runs[1])).log(step) for step in (0, 1)]
+    measures = {json.loads(model.tags[HELD_OUT_TAG])["measure"] for model in models}
+    assert len(measures) == 2
+    world.client.delete_logged_model(models[1].model_id)
+    entry = describe(world.client, NAME)[0]
+    assert (entry["version"], entry["origin"], entry["held_out"]) == ("2", {}, {})
