@@ -19,6 +19,7 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from pydantic_core import PydanticSerializationError
 
 from pipelinerl.tasks.alarms import RUN_STALLED, Alarms
 from pipelinerl.tasks.drain_request import BY_STATE
@@ -170,8 +171,8 @@ class RunWatch:
             _quietly("alarm", lambda: self._alarms.check(self.commits))
             stored = self._follower.run.config
             _quietly("alarm", lambda: self._alarms.check_parts(stored, self._follower.last))
-            query = self._run.config.tracking.alarm_query
-            _quietly("tracking.alarm_query", lambda: self._alarms.check_query(self._run.store, query))
+            if query := self._run.config.tracking.alarm_query:
+                _quietly("tracking.alarm_query", lambda: self._alarms.check_query(self._run.store, query))
 
     def look(self) -> None:
         """Read new objects if the pause is over, and update the view; if a user has suspended the flow run, drain."""
@@ -407,5 +408,10 @@ def _quietly(subject: str, action: Callable[[], Any], remedy: str = "") -> None:
     try:
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 1}):
             action()
+    except PydanticSerializationError as error:
+        # Ctrl-C while Prefect copies its settings arrives as an error of pydantic, which has no other trace of it.
+        if KeyboardInterrupt.__name__ in str(error):
+            raise KeyboardInterrupt from None
+        logger.warning("%s failed%s: %s", subject, remedy, error)
     except Exception as error:  # noqa: BLE001 (the run does not depend on the Prefect server, whatever the client raises)
         logger.warning("%s failed%s: %s", subject, remedy, error)

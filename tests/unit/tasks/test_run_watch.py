@@ -9,6 +9,7 @@ from uuid import UUID
 
 import pytest
 from prefect.client.schemas.actions import ArtifactCreate
+from pydantic import BaseModel, model_serializer
 
 from pipelinerl.tasks import run_watch
 from pipelinerl.tasks.run_watch import FAILURE_LINES, STALL_SECONDS, RunWatch
@@ -227,6 +228,18 @@ def test_a_failure_is_an_artifact_with_the_log_of_the_role_and_the_command_that_
     with pytest.raises(KeyboardInterrupt), watch:
         raise KeyboardInterrupt
     assert not made.called
+
+
+def test_ctrl_c_in_a_serializer_of_pydantic_is_ctrl_c(caplog):
+    class Interrupted(BaseModel):
+        @model_serializer
+        def interrupt(self) -> str:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_watch._quietly("artifact", Interrupted().model_dump)
+    run_watch._quietly("artifact", lambda: 1 / 0)
+    assert "artifact failed" in caplog.text
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RoleFailed])
