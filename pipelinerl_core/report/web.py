@@ -197,7 +197,9 @@ class _Handler(BaseHTTPRequestHandler):
                 return _json(pages.run(unquote(name)).status())
             case ["runs", name, "rollouts"]:
                 wanted = _rollouts(query)
-                if wanted.needs_search and self.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site"):
+                # Another site may open the page for a reader, but not ask beside its own page.
+                is_foreign = self.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site")
+                if wanted.needs_search and is_foreign and self.headers.get("Sec-Fetch-Dest") != "document":
                     raise _Refused(HTTPStatus.FORBIDDEN, "Another site asks for a search: enter the address again.")
                 return _HTML, pages.run(unquote(name)).rollouts_page(wanted).encode()
             case ["runs", name, "rollouts", place]:

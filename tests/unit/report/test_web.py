@@ -124,10 +124,16 @@ def test_the_rollouts_of_a_step_are_pages(run, served, page):
 
 def test_a_search_that_another_site_asks_for_is_refused(page):
     url = urlsplit(page)
-    for query, site in (("step=all&where=true", "cross-site"), ("step=all&text=x", "same-site")):
-        connection = HTTPConnection(url.netloc, timeout=10)
-        connection.request("GET", f"{url.path}/rollouts?{query}", headers={"Sec-Fetch-Site": site})
-        assert connection.getresponse().status == 403
+    for query, site, kind, status in (
+        ("step=all&where=true", "cross-site", "image", 403),
+        ("step=all&text=x", "same-site", "iframe", 403),
+        ("step=all&where=true", "cross-site", "document", 200),  # a link
+        ("step=1", "cross-site", "image", 200),
+    ):
+        connection = HTTPConnection(url.netloc, timeout=60)
+        headers = {"Sec-Fetch-Site": site, "Sec-Fetch-Dest": kind}
+        connection.request("GET", f"{url.path}/rollouts?{query}", headers=headers)
+        assert connection.getresponse().status == status
         connection.close()
     assert "Rollouts of all steps" in get(f"{page}/rollouts?step=all&where=true")
 
