@@ -228,15 +228,21 @@ def check_replays(url):
 def check_gradient(url):
     """The gradient of a step is the recorded one; it has a part of each rollout with an advantage."""
     store = open_run(url).store
-    commit = read_commits(store)[5]
-    rows = [row for batch in TrainedRows(store).batches(commit) for row in decode_batch(batch)]
-    chosen = max(rows, key=lambda row: abs(row.advantage)).rollout
-    norms = gradient_norms(url, 5, chosen.group_id, chosen.rollout_index)["gradient_norms"]
-    assert norms["all"] == commit.metrics["train/grad_norm"]
-    assert norms["without"] != norms["all"]
+    commits = read_commits(store)
+    rows = [
+        (step, row)
+        for step, commit in commits.items()
+        for batch in TrainedRows(store).batches(commit)
+        for row in decode_batch(batch)
+    ]
+    step, chosen = max(rows, key=lambda item: abs(item[1].advantage))
+    own = chosen.rollout
+    norms = gradient_norms(url, step, own.group_id, own.rollout_index)["gradient_norms"]
+    assert norms["all"] == commits[step].metrics["train/grad_norm"]
+    assert (norms["without"] != norms["all"]) is (chosen.advantage != 0)
     assert abs(norms["all"] - norms["without"]) <= norms["alone"] * 1.001
     with pytest.raises(ConfigError, match="has not trained rollout"):
-        gradient_norms(url, 5, 10**6, 0)
+        gradient_norms(url, step, 10**6, 0)
 
 
 def commits_of(url):
