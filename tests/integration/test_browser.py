@@ -245,7 +245,7 @@ def close_assistant(page: Page) -> None:
 
 HERO = """
     const hide = one => { one.style.display = 'none'; };
-    document.querySelectorAll('.tiles, header .meta, header .advice').forEach(hide);
+    document.querySelectorAll('.tiles, header .meta, header .advice, #diagnosis').forEach(hide);
     const named = name => [...document.querySelectorAll('section')].find(
         one => one.querySelector('h2')?.innerText === name);
     named('Evaluations').querySelectorAll(':scope > p:first-of-type, .pair:first-of-type').forEach(hide);
