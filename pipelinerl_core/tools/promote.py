@@ -40,6 +40,8 @@ HELD_OUT_TAG = "pipelinerl.held_out"
 NOTE_TAG = "pipelinerl.note"
 """Tag of a version of a registered model: why an alias names the version, or not."""
 _PREVIOUS_TAG = "pipelinerl.previous."
+_NOT_IN_NAMES = re.compile(r"[/:.%\"']")
+"""MLflow refuses these characters in the name of a logged model; the id of a run of a sweep has dots."""
 _MODEL_ID = re.compile(r"\bm-[0-9a-f]{32}\b")
 
 
@@ -97,7 +99,8 @@ class RunModels:
             "weights_digest": self._follower.commits[step].weights_digest, "base_model": run.config.model.path,
             "code": run.record.code_version, "config_digest": _digest(run.config.model_dump(mode="json")),
         })  # fmt: skip
-        name, tags = f"{run.run_id}-v{step}", {MLFLOW_MODEL_IS_EXTERNAL: "true"}
+        name = _NOT_IN_NAMES.sub("-", f"{run.run_id}-v{step}")
+        tags = {MLFLOW_MODEL_IS_EXTERNAL: "true"}
         wanted = f"name = '{name}' AND params.weights_digest = '{origin['weights_digest']}'"
         model = next(iter(self.client.search_logged_models([info.experiment_id], filter_string=wanted)), None)
         if model is None:

@@ -9,6 +9,8 @@ from dataclasses import replace
 import mlflow
 import pytest
 import torch
+from mlflow.exceptions import MlflowException
+from mlflow.utils.validation import _validate_logged_model_name
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,7 +26,16 @@ from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.telemetry.datasets import run_datasets
 from pipelinerl_core.telemetry.mlflow import MlflowTracker, tracking_uri
 from pipelinerl_core.tools.export import export
-from pipelinerl_core.tools.promote import HELD_OUT_TAG, RunModels, better, describe, mlflow_of, open_mlflow, promote
+from pipelinerl_core.tools.promote import (
+    _NOT_IN_NAMES,
+    HELD_OUT_TAG,
+    RunModels,
+    better,
+    describe,
+    mlflow_of,
+    open_mlflow,
+    promote,
+)
 from pipelinerl_core.weights.publish import WeightPublisher
 from tests.builders import put_commit, put_run
 from tests.models import publish
@@ -245,3 +256,10 @@ def test_an_evaluation_on_fewer_prompts_is_no_challenger_and_a_deleted_model_has
     world.client.delete_logged_model(models[1].model_id)
     entry = describe(world.client, NAME)[0]
     assert (entry["version"], entry["origin"], entry["held_out"]) == ("2", {}, {})
+
+
+def test_the_id_of_a_run_of_a_sweep_becomes_a_name_that_mlflow_takes():
+    run_id = "learner.lr-1e-3-s0-bd28957b"
+    with pytest.raises(MlflowException):
+        _validate_logged_model_name(run_id)
+    _validate_logged_model_name(_NOT_IN_NAMES.sub("-", run_id))
