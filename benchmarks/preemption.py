@@ -164,7 +164,7 @@ def disturb(place: Path, config: RunConfig, trace: Sequence[Preemption]) -> None
 
 
 def preempt(command: int, event: Preemption, begun: float) -> None:
-    """End a role at its time; the process that replaces it stands still until a machine is back."""
+    """End a role at the time of its preemption. Stop the process that replaces the role until a machine is back."""
     time.sleep(max(0.0, begun + event.seconds - event.notice_seconds - time.time()))
     old = process_of(command, event.role)
     old.send_signal(signal.SIGTERM if event.notice_seconds else signal.SIGKILL)

@@ -12,6 +12,7 @@ if both start at the same time. A flow run that becomes Running counts its start
 missing, cannot count, and its run count does not change; pipelinerl-give-up counts such starts on the server.
 """
 
+import logging
 from datetime import timedelta
 from typing import Any, Literal, cast
 from uuid import UUID
@@ -37,6 +38,8 @@ OUTAGE_MESSAGE = "the store does not answer"
 """Beginning of the message of the state that a flow run sets after an outage of the store (outage.py)."""
 COUNTING_TIME = timedelta(days=7)
 """pipelinerl-give-up counts the resumes within this time."""
+logger = logging.getLogger(__name__)
+
 TAG = "pipelinerl"
 """Tag of every deployment in prefect.yaml; Prefect copies the tag to their flow runs."""
 
@@ -148,9 +151,14 @@ def ended_before_resume(flow_run_id: UUID) -> State | None:
     """The state in which the flow run had ended when pipelinerl-resume scheduled this start; None for other starts.
 
     After a restart of the server, the event of a crash may be handled 15 minutes late. A flow run that was only
-    thought to have crashed may have ended since, or a user may have cancelled it.
+    thought to have crashed may have ended since, or a user may have cancelled it. If the server does not answer, the
+    start goes on.
     """
-    states, place = _schedules(flow_run_id)
+    try:
+        states, place = _schedules(flow_run_id)
+    except Exception as error:  # noqa: BLE001 (whatever the client raises; an outage must not fail the run)
+        logger.warning("the states of the flow run could not be read, the start goes on: %s", error)
+        return None
     if place is None or not _is_resume(states[place]):
         return None
     while place and (states[place].is_pending() or _is_resume(states[place])):  # each report of the crash resumes

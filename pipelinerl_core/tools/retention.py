@@ -52,8 +52,9 @@ _LAST = (*_STARTING_KEYS, "epochs/", f"{COMPACTED_COMMITS_PREFIX}/", f"{COMMITS_
 _STARTING_SECONDS = 120.0
 """A run that has no epoch and is younger may be starting: its hub takes its epoch after some seconds."""
 _STARTED_SECONDS = 600.0
-_EVALUATING_SECONDS = 3600.0
 """A start may load a model for so long before its hub."""
+_EVALUATING_SECONDS = 3600.0
+"""The flow of a run may evaluate the last version for so long before it writes the report."""
 _DELETED_AT_ONCE = 256
 """Objects between two checks that the run was not started."""
 _THREADS = 8

@@ -97,3 +97,10 @@ def test_a_resume_that_comes_after_the_end_of_the_flow_run_leaves_it_ended(monke
     monkeypatch.setattr(automations, "get_client", lambda sync_client: Server(states))
     ended = automations.ended_before_resume(uuid.uuid4())
     assert (ended.name if ended is not None else None) == name
+
+
+def test_a_resume_goes_on_if_the_server_does_not_answer(monkeypatch):
+    server = Server([*FIRST, *LATE, Completed(), *RESUMED[1:]])
+    server.is_away = True
+    monkeypatch.setattr(automations, "get_client", lambda sync_client: server)
+    assert automations.ended_before_resume(uuid.uuid4()) is None

@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.data.codec import _checksum, decode_batch, encode_batch, from_segment, to_segment
 from pipelinerl_core.data.schema import BATCH_SCHEMA
+from pipelinerl_core.errors import SchemaMismatch
 from pipelinerl_core.training.base_learner import logprobs_by_row
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import prepare_model
@@ -70,3 +72,12 @@ def test_they_are_stored_and_rows_of_an_earlier_release_have_none():
     assert _checksum(others) != _checksum(batch)
     earlier = batch.drop_columns(["trainer_logprobs"]).replace_schema_metadata(BATCH_SCHEMA.metadata)
     assert [row.trainer_logprobs for row in decode_batch(earlier)] == [None, None]
+
+
+def test_a_column_of_another_type_is_a_damaged_file():
+    other = pa.record_batch({"trainer_logprobs": pa.array([1, 2])})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, other.schema) as writer:
+        writer.write_batch(other)
+    with pytest.raises(SchemaMismatch, match="torn or corrupt"):
+        from_segment(sink.getvalue().to_pybytes(), "key")
