@@ -59,6 +59,8 @@ def sql(
 def _show(database: Any, statement: str, limit: int, *, as_csv: bool, as_json: bool) -> None:
     from pipelinerl_core.report.query.output import csv_parts, document, table_lines
 
+    for line in database.unknown_metrics(statement):
+        say(f"note: {line}")
     result = database.sql(statement)
     with database.reading():
         if as_csv:

@@ -37,6 +37,11 @@ _NO_TABLE = re.compile(r"Table with name (\w+) does not exist!.*", re.DOTALL)
 _NO_COLUMN = re.compile(r'Referenced column "(\w+)" not found')
 _LINE = re.compile(r"\n\nLINE \d+:.*", re.DOTALL)
 """The statement with a mark below the error."""
+_METRIC = re.compile(r"'([a-z_]+/\w+)'")
+_METRIC_NAMES = {
+    "metrics": "SELECT DISTINCT name FROM metrics",
+    "steps": "SELECT DISTINCT unnest(map_keys(metrics)) FROM steps",
+}
 _SCHEMAS = {"stored_rows": STORED_ROWS, "segment_rows": SEGMENT_ROWS}
 
 
@@ -103,6 +108,17 @@ class Database:
             reader = result.to_arrow_reader(_BATCH_ROWS) if result is not None else pa.table({}).to_reader()
         self._result = reader
         return reader
+
+    def unknown_metrics(self, statement: str) -> list[str]:
+        """One line for each name like 'reward/mean' in a statement that no step has. Raises as `sql`."""
+        wanted = set(_METRIC.findall(statement))
+        views = [view for view in _METRIC_NAMES if wanted and re.search(rf"\b{view}\b", statement)]
+        known = [name for view in views for name in self.table(_METRIC_NAMES[view]).column(0).to_pylist()]
+        near = {name: difflib.get_close_matches(name, known, 1) for name in sorted(wanted - set(known)) if views}
+        return [
+            f"no step has the metric {name}" + (f"; did you mean {like[0]}?" if like else "")
+            for name, like in near.items()
+        ]
 
     def table(self, statement: str, seconds: float | None = None) -> pa.Table:
         """The result of a statement in memory. Raises ConfigError and StoreError as `sql`.
