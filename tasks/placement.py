@@ -327,7 +327,8 @@ class RunRoles:
             return LocalRole(lambda stop: run_trainer.submit(run, stop), self._changed)
         if name.startswith(NODE_PREFIX):
             return LocalRole(lambda stop: run_trainer_node.submit(run, name, stop), self._changed)
-        return LocalRole(lambda stop: run_actor.submit(run, name, stop), self._changed)
+        has_hub = HUB in self._members
+        return LocalRole(lambda stop: run_actor.submit(run, name, stop, has_hub=has_hub), self._changed)
 
     def _evaluator(self, version: str, enough: float | None = None) -> Role:
         """On work pools, an evaluator that needs vLLM or a GPU runs where actors run: this host may have neither."""

@@ -33,9 +33,9 @@ def run_trainer_node(run: RunContext, name: str, stop: Event) -> RoleReport:
 
 
 @task(name="actor", task_run_name="{name}", persist_result=False, cache_policy=NO_CACHE, retries=0)
-def run_actor(run: RunContext, name: str, stop: Event) -> RoleReport:
-    """Supervise one actor of a run."""
-    return supervise(run, "actor", name, {"name": name}, stop)
+def run_actor(run: RunContext, name: str, stop: Event, *, has_hub: bool) -> RoleReport:
+    """Supervise one actor of a run. has_hub: as of `supervise`."""
+    return supervise(run, "actor", name, {"name": name}, stop, has_hub=has_hub)
 
 
 @task(name="evaluation", task_run_name="evaluate-{version}", persist_result=False, cache_policy=NO_CACHE, retries=0)

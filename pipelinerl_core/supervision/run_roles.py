@@ -23,8 +23,8 @@ from pipelinerl_core.supervision.role_logs import RoleLog
 from pipelinerl_core.supervision.role_problems import RoleProblems
 from pipelinerl_core.supervision.supervise import STABLE_SECONDS, STOP_SECONDS, RoleReport, supervise_role
 
-HUB_RETURN_SECONDS = 10.0
-"""A restarted hub writes heartbeats within this time; otherwise the run has stopped."""
+HUB_RETURN_SECONDS = 60.0
+"""A restarted hub writes heartbeats within this time, also on busy cores; otherwise the run has stopped."""
 _POLL_SECONDS = 0.5
 _REPLACED_LEASES = 2.0
 """After this many lease times, hub.json no longer lists an actor that has ended."""
@@ -62,8 +62,13 @@ def evaluate(run: RunContext, version: str, stop: Event, enough: float | None = 
     return [evals[step] for step in sorted(set(steps)) if step in evals]
 
 
-def supervise(run: RunContext, role: str, name: str, arguments: dict[str, str], stop: Event) -> RoleReport:
-    """`supervise_role` with the command, environment, GPUs and log file of a role of this run."""
+def supervise(
+    run: RunContext, role: str, name: str, arguments: dict[str, str], stop: Event, *, has_hub: bool = False
+) -> RoleReport:
+    """`supervise_role` with the command, environment, GPUs and log file of a role of this run.
+
+    has_hub: this process supervises the hub, too: a hub that has stopped returns, unless `stop` is set.
+    """
     path = log_directory(run.store.url, run.run_id) / f"{name}.log"
     log = RoleLog(path, run.config.tracking.log_bytes, RoleProblems(name, run.token).add)
     try:
@@ -76,7 +81,7 @@ def supervise(run: RunContext, role: str, name: str, arguments: dict[str, str], 
                 stop=stop,
                 name=name,
                 ready_check=(lambda: hub_is_up(run)) if role == "hub" else None,
-                is_done=_is_done(run, role, stop),
+                is_done=_is_done(run, role, stop, has_hub=has_hub),
                 is_replaced=_is_replaced(run, role, name, stop),
                 stop_seconds={"hub": HUB_STOP_SECONDS, "trainer": TRAINER_STOP_SECONDS}.get(role, STOP_SECONDS),
                 stable_seconds=stable_seconds(run.config, role),
@@ -106,11 +111,11 @@ def _is_replaced(run: RunContext, role: str, name: str, stop: Event) -> Callable
     return None
 
 
-def _is_done(run: RunContext, role: str, stop: Event) -> Callable[[], bool]:
+def _is_done(run: RunContext, role: str, stop: Event, *, has_hub: bool) -> Callable[[], bool]:
     """The check whether a role that ended with code 0 has finished its work."""
     if role == "evaluator":
         return lambda: True
-    if role == "actor":
+    if role == "actor" and not has_hub:
         return lambda: is_over(run) or hub_has_stopped(run, stop)
     return lambda: is_over(run)
 

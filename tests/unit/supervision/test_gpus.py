@@ -332,7 +332,7 @@ def test_the_roles_of_a_local_run_are_started_on_their_gpus(tmp_path, monkeypatc
         run_roles, "role_command",
         lambda role, arguments: [sys.executable, "-c", program, str(tmp_path / arguments["name"]), str(barrier)],
     )  # fmt: skip
-    monkeypatch.setattr(run_roles, "_is_done", lambda *_: lambda: True)
+    monkeypatch.setattr(run_roles, "_is_done", lambda *_, **__: lambda: True)
     monkeypatch.setattr(run_roles, "hub_is_up", lambda run: True)
     with ThreadPoolExecutor() as threads:
         ends = []

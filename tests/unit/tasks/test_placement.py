@@ -218,6 +218,16 @@ def test_waiting_for_a_hub_ends_with_the_flow(monkeypatch):
     assert run_roles.hub_has_stopped(SimpleNamespace(store=None), stop, seconds=60.0)
 
 
+def test_an_actor_beside_its_hub_comes_back_however_long_the_hub_is_away(monkeypatch):
+    """A hub that another process has told to stop asks the actors to leave; its start may take longer than theirs."""
+    stop, run = threading.Event(), SimpleNamespace(store=None)
+    stop.set()  # so that nothing waits for the hub
+    monkeypatch.setattr(run_roles, "is_over", lambda run: False)
+    monkeypatch.setattr(run_roles, "read_hub", lambda store: None)
+    assert not run_roles._is_done(run, "actor", stop, has_hub=True)()
+    assert run_roles._is_done(run, "actor", stop, has_hub=False)()
+
+
 class Worker:
     """A role that does not end by itself; the first look at it is where Ctrl-C strikes."""
 
