@@ -440,7 +440,8 @@ _TITLES: Mapping[Group, tuple[str, ...]] = {
         "## For Prometheus",
         "",
         "From `pipelinerl serve` (/metrics), of each run that is running or was during the last day, with the label",
-        "`run`: the newest value of each metric above that has a name for Prometheus, and",
+        "`run`: the newest value of each metric of steps and evaluations under `pipelinerl_`, its key with `_` for `/`,",
+        "and its unit (tokens, steps, nats, seconds, bytes) unless the key has it, such as `pipelinerl_lag_max_steps`; and",
     ),
     "role": ("From each role (its own /metrics); /targets.json gives Prometheus the labels run, role and name:",),
 }
@@ -464,15 +465,13 @@ def as_markdown() -> str:
 
 def _cells(metric: Metric) -> dict[str, str]:
     """Column -> text of the metric's row."""
-    key = {"key": f"`{metric.name}`"} if "/" in metric.name else {}
-    exported = {"Prometheus": f"`{metric.prometheus}`"} if metric.prometheus else {}
-    if key:
-        figures = {"unit": metric.unit, "reduction": metric.reduction}
+    if "/" in metric.name:
+        figures = {"key": f"`{metric.name}`", "unit": metric.unit, "reduction": metric.reduction}
     else:
         label = ", ".join(metric.labels) + (f": {', '.join(metric.values)}" if metric.values else "")
         roles = {"roles": "all" if metric.roles == ALL_ROLES else ", ".join(metric.roles)} if metric.roles else {}
-        figures = {"kind": metric.kind, **roles, "label": label}
-    return {**key, **exported, **figures, "meaning": metric.help}
+        figures = {"Prometheus": f"`{metric.prometheus}`", "kind": metric.kind, **roles, "label": label}
+    return {**figures, "meaning": metric.help}
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def test_a_metric_that_is_declared_and_computed_is_in_mlflow_prometheus_and_the_
     assert (
         f'pipelinerl_policy_temperature_nats{{run="{status["run_id"]}"}} 0.75' in runs_exposition([status]).decode()
     )
-    assert "| `policy/temperature` | `pipelinerl_policy_temperature_nats` | nats | mean over" in as_markdown()
+    assert "| `policy/temperature` | nats | mean over" in as_markdown()
 
 
 def test_two_spans_of_one_version_are_one_version():
