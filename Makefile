@@ -112,9 +112,8 @@ $(DOCS)/.installed: requirements-docs.lock
 	$(DOCS)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-docs.lock
 	@touch $@
 
-docs-reference: install ## write the generated pages: configuration, commands, schemas, metrics
-	$(BIN)/python -m pipelinerl.flows.cli.reference docs/reference
-	$(BIN)/python -m pipelinerl_core.telemetry.metrics > docs/metrics.md
+docs-reference: install ## write the generated pages: configuration, commands, schemas, views, metrics, tasks
+	$(BIN)/python -m infra.reference
 
 docs-capture: install $(DEV) ## take the pictures in docs/images (Debian's chromium; about 8 minutes)
 	PIPELINERL_UPDATE_SCREENSHOTS=1 $(BIN)/python -m pytest -q -m slow tests/integration/test_browser.py

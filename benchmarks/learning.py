@@ -18,7 +18,6 @@ from pipelinerl_core.comparison.results import SVG_KEY, Results
 from pipelinerl_core.comparison.table import markdown
 from pipelinerl_core.config.arm import Arm
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.report.markdown import replace_section
 from pipelinerl_core.storage.object_store import open_store
 
 TARGETS = {"emulated": 0.45, "own-cores": 0.45, "shared": 0.5, "off-policy": 0.45}
@@ -134,6 +133,15 @@ def _write(document: Mapping[str, Any]) -> None:
     page = RESULTS_PAGE.read_text(encoding="utf-8")
     name = f"bench learning {document['suite']}"
     RESULTS_PAGE.write_text(replace_section(page, name, text), encoding="utf-8")
+
+
+def replace_section(page: str, name: str, text: str) -> str:
+    """The page with `text` between the comments <!-- name --> and <!-- /name -->, which are appended if missing."""
+    start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, opening, rest = page.partition(start)
+    _, is_closed, after = rest.partition(end)
+    section = f"{start}\n{text.strip()}\n{end}"
+    return before + section + after if opening and is_closed else f"{page.rstrip()}\n\n{section}\n"
 
 
 if __name__ == "__main__":

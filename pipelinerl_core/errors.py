@@ -1,29 +1,4 @@
-"""The error tree. Every message states what was found, which rule applies, and what to set or do.
-
-PipelineRLError
- +-- ConfigError            wrong configuration or input: one line, exit code 2
- |    +-- ParityError       engine and trainer disagree on the log-probabilities of the same tokens
- +-- StoreError             the object store refused or lost something
- |    +-- MissingObject     an object that a manifest or commit names does not exist
- |    +-- BrokenRecord      a record of a run is broken, or of another format version
- |    +-- ChecksumMismatch  bytes differ from the digest recorded for them
- |    +-- StoreUnavailable  the store does not answer now; the run can be resumed when the store is back
- +-- StreamError            the channel between a role and the hub
- |    +-- SchemaMismatch    rows of another major schema version, or malformed
- |    +-- HubUnavailable    no hub answered within the deadline
- |    +-- StaleLease        rows for a lease that this actor no longer holds
- |    +-- WrongPeer         a message that names another peer than its sender
- +-- EngineError            the engine cannot generate
- |    +-- SwapError         a weight swap failed; the engine keeps its last good version
- +-- RewardError            a verifier failed (counted as data; does not end a role)
- |    +-- FunctionRaised    the code of the verifier raised an exception
- +-- OutOfMemory            a GPU had no memory left after steps that succeeded; a restart may help
- +-- TrainingDiverged       a loss, gradient or ratio of an optimizer step is not finite; the step is not taken
- +-- RankLost               a rank of the trainer has ended; the step was not committed
- +-- Expelled               the trainer has found that this actor samples from other weights than its tokens name
- +-- Fenced                 a newer epoch of this role has started
- +-- DeadlineExceeded       a named wait reached its deadline
-"""
+"""The error tree. Every message states what was found, which rule applies, and what to set or do."""
 
 EXIT_CONFIG = 2
 """Exit code of a process that ends with a ConfigError."""

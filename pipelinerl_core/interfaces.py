@@ -1,16 +1,4 @@
-"""The interfaces between folders. The path of one rollout and one weight version:
-
-lease   = hub sync                               # Lease with its Prompt
-request = EngineRequest(tokens of the prompt)    # actor
-async for chunk in engine.generate(request): ... # tokens, log-probabilities, versions
-reward  = await scorer.score(prompt, text)       # a child process, with a deadline
-channel.send_group(rollouts); segments.append(rollouts)
-rows    = channel.reserve(step), channel.rows()  # trainer
-stats   = learner.step(packs)                    # one optimizer step
-manifest = publisher.publish(version, ...)       # then commit, then announce
-update  = subscriber.fetch(manifest)             # actor, outside the pause
-report  = await engine.swap(update)              # between two decode steps
-"""
+"""The interfaces between folders; docs/architecture.md follows one rollout and one weight version through them."""
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,7 +102,6 @@ class BroadcastGroup:
     """The weights of every broadcast, in order."""
 
     def actor_of(self, rank: int) -> str:
-        """The actor with the worker `rank`."""
         return max((first, actor) for actor, first in self.first_ranks.items() if first <= rank)[1]
 
 
@@ -388,7 +375,6 @@ class RowSlice(NamedTuple):
     num_rows: int
 
     def rows(self) -> "pa.RecordBatch":
-        """The rows, as a view of the batch."""
         is_all = self.num_rows == self.batch.num_rows
         return self.batch if is_all else self.batch.slice(self.start, self.num_rows)
 

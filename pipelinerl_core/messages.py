@@ -129,9 +129,6 @@ class ActorSample(BaseModel):
     counters: Counters = Counters()
 
 
-# ---- requests ----------------------------------------------------------------------------------------------------
-
-
 class Register(Message):
     """First message of every peer, and again whenever the hub answers with an unknown boot_id."""
 
@@ -265,8 +262,6 @@ class Bye(Message):
 Request = Annotated[
     Register | Sync | Group | Groups | Sealed | Reserve | Rows | Committed | Bye, Field(discriminator="kind")
 ]
-
-# ---- answers -----------------------------------------------------------------------------------------------------
 
 
 class Registered(Message):

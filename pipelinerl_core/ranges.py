@@ -42,7 +42,6 @@ class Range:
     high: float | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        """The pydantic schema of the annotated type."""
         bounds = {"ge": self.low, "le": self.high, "allow_inf_nan": False if source is float else None}
         return {**handler(source), **{name: bound for name, bound in bounds.items() if bound is not None}}
 

@@ -41,7 +41,6 @@ class RestartBudget:
 
     @property
     def count(self) -> int:
-        """Restarts that count now."""
         now = self._clock()
         if now - self._started_at >= self._stable_seconds:
             return 0

@@ -81,7 +81,6 @@ class Score(float):
     """Empty if the verifier returned one number."""
 
     def __new__(cls, reward: float, components: tuple[RewardComponent, ...] = ()) -> "Score":
-        """A float with components."""
         score = super().__new__(cls, reward)
         score.components = components
         return score
@@ -327,7 +326,6 @@ class Rollout:
 
     @property
     def num_tokens(self) -> int:
-        """Completion tokens."""
         return len(self.completion_token_ids)
 
     @property

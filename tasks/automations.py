@@ -1,10 +1,4 @@
-"""The automations on a Prefect server that restart runs; `pipelinerl deploy` applies them.
-
-| name | when | then |
-|------|------|------|
-| pipelinerl-unresponsive | a PipelineRL flow run has sent no heartbeat for 90 s | the flow run becomes Crashed |
-| pipelinerl-resume | a train flow run becomes Crashed after it was Running | the flow run is scheduled again |
-| pipelinerl-give-up | a flow run was scheduled again too often without becoming Running | it becomes Failed |
+"""The automations on a Prefect server that restart runs (docs/operations.md); `pipelinerl deploy` applies them.
 
 A resumed flow run continues the same training run: a second copy is refused while the first copy is live, and fenced
 if both start at the same time. A flow run that becomes Running counts its starts without a new commit

@@ -1,10 +1,4 @@
-"""Messages to operators: the automations that send them, and their text and links.
-
-| automation | when |
-|------------|------|
-| pipelinerl-alarm | a run reports a collapsed reward or no progress; the test event of `pipelinerl notify --test` |
-| pipelinerl-run-ended | a flow run of train, compare or sweep is Completed, Failed or Cancelled |
-| pipelinerl-not-resumed | a flow run of these flows is Crashed, and has not started again after RESTART_TIME |
+"""Messages to operators: the automations that send them (docs/operations.md), and their text and links.
 
 pipelinerl-resume schedules most crashed flow runs again, and the runner and the worker may both report one crash.
 Therefore a crash itself sends no message.

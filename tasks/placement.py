@@ -109,7 +109,6 @@ class LocalRole:
         self._changed.set()
 
     def has_ended(self) -> bool:
-        """Whether the task of the role has ended."""
         return self._ended.is_set()
 
     def check(self) -> None:
@@ -314,13 +313,10 @@ class RunRoles:
         if name.startswith(EVALUATOR_PREFIX):  # as a flow run on the actors' work pool
             return self._evaluator(name.removeprefix(EVALUATOR_PREFIX))
         if self._is_pooled:
-            if name == TRAINER:
-                return DeployedRole(
-                    "trainer/trainer", {"run_url": url}, name, restarts, job_variables(run.config, TRAINER)
-                )
-            if name.startswith(NODE_PREFIX):
-                parameters = {"run_url": url, "node": int(name.removeprefix(NODE_PREFIX))}
-                return DeployedRole("trainer/trainer", parameters, name, restarts, job_variables(run.config, TRAINER))
+            if name.startswith((TRAINER, NODE_PREFIX)):
+                node = {} if name == TRAINER else {"node": int(name.removeprefix(NODE_PREFIX))}
+                variables = job_variables(run.config, TRAINER)
+                return DeployedRole("trainer/trainer", {"run_url": url, **node}, name, restarts, variables)
             parameters = {"run_url": url, "name": name}
             return DeployedRole("actor/actor", parameters, name, restarts, job_variables(run.config, ACTOR))
         if name == TRAINER:

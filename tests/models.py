@@ -10,8 +10,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen2Confi
 
 from pipelinerl_core.interfaces import Learner
 from pipelinerl_core.types import Completion, Float32Array, WeightManifest
-from pipelinerl_core.weights.files import snapshot_of, take_snapshot
+from pipelinerl_core.weights.files import take_snapshot
 from pipelinerl_core.weights.publish import WeightPublisher
+from tests.snapshots import snapshot_of
 
 VOCAB_SIZE = 19
 

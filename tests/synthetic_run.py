@@ -16,6 +16,9 @@ from pipelinerl_core.data.codec import encode_batch, to_segment
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import ActorSample, FateRecord, SwapRecord
 from pipelinerl_core.prompts.sums import total
+from pipelinerl_core.report.document import report_of
+from pipelinerl_core.report.facts import collect
+from pipelinerl_core.report.html import page_of
 from pipelinerl_core.run.records import (
     RUN_KEY,
     Commit,
@@ -326,3 +329,11 @@ def _evaluation(rng: np.random.Generator, version: int, skill: float) -> EvalRec
         seconds=1.0,
         samples=tuple(samples),
     )
+
+
+def build_report(store):
+    return report_of(collect(store))
+
+
+def render_report(store, *, decode=None):
+    return page_of(store, collect(store), decode)

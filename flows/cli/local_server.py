@@ -121,9 +121,10 @@ def _await_health(process: "subprocess.Popen[bytes]", url: str, log_path: Path) 
     deadline = time.monotonic() + START_SECONDS
     while not _is_healthy(url):
         if process.poll() is not None:
+            end = log_path.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
             raise PipelineRLError(
                 f"the local Prefect server ended with code {process.returncode}. Set PREFECT_API_URL to use "
-                f"another server. End of {log_path}:\n{_tail(log_path)}"
+                f"another server. End of {log_path}:\n{end}"
             )
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
@@ -139,7 +140,3 @@ def _is_healthy(url: str) -> bool:
             return bool(answer.status == HTTPStatus.OK)
     except (URLError, OSError):
         return False
-
-
-def _tail(log_path: Path) -> str:
-    return log_path.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()

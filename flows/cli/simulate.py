@@ -142,7 +142,6 @@ def _source(
 
 
 def _recorded(run: str, root: str) -> "Calibration":
-    """The calibration of a recorded run."""
     from pipelinerl_core.models.resolve import build_config
     from pipelinerl_core.planning.cache import usable_cores
     from pipelinerl_core.planning.calibration import calibrate

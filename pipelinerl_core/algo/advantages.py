@@ -102,18 +102,9 @@ def per_turn(
 ) -> list[tuple[float, ...]]:
     """For each rollout one advantage per turn: A_ik = G_ik - mean of G_jk over the siblings j that reached turn k.
 
-    G_ik is the return from turn k on: the reward r_i of the whole rollout without the rewards of earlier turns,
-    G_ik = r_i - sum of turn_rewards[i][l] over l < k. num_turns: of each rollout. turn_rewards: for each rollout the
-    parts of its reward that belong to single turns, one per turn; empty for a rollout without such parts, whose
-    G_ik = r_i for all k.
-
-    Turns count from 0, so the rollouts with more than k turns have reached turn k. Without such a sibling, A_ik = 0.
-    For rollouts of one turn the result equals `leave_one_out`. ServiceNow's PipelineRL uses this rule since pull
-    request 135, with the baseline within (group, step index). Raises ValueError also for a rollout without a turn.
-
-    Bias: the number of turns of a rollout depends on the tokens of earlier turns. A late turn is compared only with
-    rollouts that also reached this turn, so tokens that lead to more turns get no credit there, and the last turns of
-    the longest rollout have no gradient.
+    G_ik is the return from turn k on (docs/algorithms.md#turns). num_turns: of each rollout. turn_rewards: for each
+    rollout the parts of its reward that belong to single turns, one per turn; empty for a rollout without such parts,
+    whose G_ik = r_i for all k. Without such a sibling, A_ik = 0. Raises ValueError also for a rollout without a turn.
 
     Example: rewards [1, 0, 1] of rollouts with [1, 2, 3] turns -> [(1/2,), (-1, -1), (1/2, 1, 0)]. With rewards
     [3, 1] and turn_rewards [(2, 0), (0, 1)] the returns are (3, 1) and (1, 1), the advantages (2, 0) and (-2, 0).

@@ -25,15 +25,6 @@ class EssTerms(NamedTuple):
     """n"""
 
 
-def ess(log_weights_N: Tensor) -> float:
-    """Effective sample size over sample size, (sum w)^2 / (n * sum w^2), of weights given by their logarithms.
-
-    1 when all weights are equal, 1/n when one outweighs all others; 1 for no weights at all. Computed from
-    log-sum-exp in float64, so that products of ratios over long sequences can neither overflow nor vanish.
-    """
-    return total_ess([EssTerms(*ess_terms([log_weights_N]).tolist())])
-
-
 def ess_terms(log_weights: Sequence[Tensor]) -> Tensor:
     """[3] the fields of EssTerms of the weights in all of these tensors together, float64, on their device."""
     if not any(tensor.numel() for tensor in log_weights):

@@ -89,7 +89,6 @@ class Band:
         return torch.cat([seen_XYZ, own_YY.expand(len(self.lengths), -1, -1)], dim=2)[:, None]
 
     def to(self, device: torch.device) -> "Band":
-        """The same on a device."""
         prefixes = self.prefixes and replace(self.prefixes, **_on(device, self.prefixes))
         return replace(self, **_on(device, self), prefixes=prefixes)
 
@@ -132,7 +131,6 @@ class PackLayout:
         return len(self.lengths) - len(self.parents)
 
     def to(self, device: torch.device) -> "PackLayout":
-        """The same on a device."""
         bands = tuple(band.to(device) for band in self.bands)
         keys = self.keys and replace(self.keys, **_on(device, self.keys))
         return replace(self, **_on(device, self), bands=bands, keys=keys, masks={})

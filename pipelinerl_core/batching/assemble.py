@@ -48,7 +48,10 @@ def assemble_rows(step: int, groups: Sequence[Sequence[Rollout]], config: RunCon
 
     Raises ValueError for a group with fewer than two scored rollouts, and for a token that is newer than the weights.
     """
-    ordered = sorted((sorted(group, key=lambda rollout: rollout.rollout_index) for group in groups), key=_group_id)
+    ordered = sorted(
+        (sorted(group, key=lambda rollout: rollout.rollout_index) for group in groups),
+        key=lambda group: group[0].group_id,
+    )
     scored = [[rollout for rollout in group if rollout.outcome is Outcome.SCORED] for group in ordered]
     errors = [rollout for group in ordered for rollout in group if rollout.outcome is not Outcome.SCORED]
     weights = loss_weights(
@@ -159,7 +162,3 @@ def _rewards(group: Sequence[Rollout], config: RunConfig) -> list[float]:
 
 def _num_sampled(rollout: Rollout) -> int:
     return int(np.count_nonzero(rollout.loss_mask))
-
-
-def _group_id(group: Sequence[Rollout]) -> int:
-    return group[0].group_id

@@ -202,7 +202,9 @@ def collate(rows: Sequence[TrainingRow], indices: Sequence[int], *, shares_promp
         target_ids_N=_int64(_select([row.rollout.completion_token_ids for row in chosen], sampled)),
         sequence_N=_int64(np.repeat(np.arange(len(chosen)), counts_S)),
         rollout_logprobs_N=_float32(_select([row.rollout.rollout_logprobs for row in chosen], sampled)),
-        versions_N=_int64(_select([_versions(row.rollout) for row in chosen], sampled)),
+        versions_N=_int64(
+            _select([token_versions(row.rollout.weight_spans, row.rollout.num_tokens) for row in chosen], sampled)
+        ),
         advantages_N=_float32(_advantages(chosen, sampled, counts_S)),
         loss_weights_N=_float32(np.repeat([row.loss_weight for row in chosen], counts_S)),
         trained_M=torch.from_numpy(np.flatnonzero(_select([row.loss_mask for row in chosen], sampled))),
@@ -247,10 +249,6 @@ def _contexts(rollouts: Sequence[Rollout], *, shares_prompts: bool) -> list[_Con
     return [roots[index] for index in order] + [
         context._replace(parent=place[context.parent]) for context in continued
     ]
-
-
-def _versions(rollout: Rollout) -> NDArray[np.int32]:
-    return token_versions(rollout.weight_spans, rollout.num_tokens)
 
 
 def _advantages(rows: Sequence[TrainingRow], sampled: Sequence[Int64Array], counts_S: Int64Array) -> NDArray[Any]:

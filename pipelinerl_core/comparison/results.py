@@ -55,7 +55,6 @@ class Results:
         return [(run.arm, self._spent[run.run_id]) for run in self._plan.runs if run.run_id in self._spent]
 
     def add_seconds(self, run: PlannedRun, seconds: float) -> None:
-        """Add to the recorded duration of a run."""
         self._spent[run.run_id] = self._spent.get(run.run_id, 0.0) + seconds
 
     def write(self, dropped: list[PlannedRun]) -> dict[str, Any]:

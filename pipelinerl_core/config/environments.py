@@ -124,7 +124,6 @@ class CommandEnvironment(ProgramEnvironment):
 
     @property
     def is_judged(self) -> bool:
-        """See `EnvironmentSection.is_judged`."""
         return self.reward != "posted"
 
     @model_validator(mode="after")

@@ -84,14 +84,9 @@ def resume_values(config: RunConfig, overrides: typing.Sequence[str]) -> dict[st
     for override in overrides:
         key = override.partition("=")[0]
         if not key.startswith(RESUMABLE):
-            raise ConfigError(
-                f"{override}: a resume can change only {_resumable_text()}. Start a new run to change other keys"
-            )
+            keys = ", ".join(f"{key}*" if key.endswith(".") else key for key in RESUMABLE if key != _SET_BY_RESUME)
+            raise ConfigError(f"{override}: a resume can change only {keys}. Start a new run to change other keys")
     return with_overrides(config, overrides)
-
-
-def _resumable_text() -> str:
-    return ", ".join(f"{key}*" if key.endswith(".") else key for key in RESUMABLE if key != _SET_BY_RESUME)
 
 
 def validate(values: typing.Mapping[str, Any]) -> RunConfig:

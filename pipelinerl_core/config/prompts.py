@@ -102,7 +102,6 @@ class FilePrompts(RowPrompts):
     of `path` is held out."""
 
     def held_out_in(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """See `PromptsSection.held_out_in`."""
         return {"held_out_path": changes["path"]} if "path" in changes else {}
 
 
@@ -120,7 +119,6 @@ class HuggingFacePrompts(RowPrompts):
     is held out."""
 
     def held_out_in(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """See `PromptsSection.held_out_in`."""
         is_other = changes.keys() & {"path", "config_name", "split"}
         return {"held_out_split": self.split} if is_other else {}
 

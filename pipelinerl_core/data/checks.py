@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipelinerl_core.data.codec import components_of, flat_list, flat_structs, origins_of, total_origins
+from pipelinerl_core.data.codec import flat_list, flat_structs, structs_of, total_origins
 from pipelinerl_core.data.schema import ROLLOUT_SCHEMA, conform
 from pipelinerl_core.errors import SchemaMismatch
 from pipelinerl_core.ranges import COMPONENT_NAME, MAX_COMPONENTS, MAX_LOGPROB, MAX_REWARD, MAX_SECONDS, MAX_STEP
-from pipelinerl_core.types import BoolArray, FinishReason, GroupRef, Outcome
+from pipelinerl_core.types import BoolArray, FinishReason, GroupRef, Origin, Outcome, RewardComponent
 
 MAX_TOKENS_PER_ROW = 1 << 24
 """Limit of prompt or completion tokens of one rollout. Larger than for any model: bounds messages of faulty peers."""
@@ -110,9 +110,6 @@ def _require(
         where = f"row {row}" if 0 <= row < len(offsets_R) - 1 else "outside of the rows"  # of a slice
     shown = (reprlib.repr(fact[index : index + 1].tolist()[0]) for fact in facts)
     raise SchemaMismatch(f"{where}: {column} {rule.format(*shown)}")
-
-
-# ---- rules of each row: they do not depend on where a group ends ----
 
 
 def _check_rows(batch: pa.RecordBatch, max_tokens_per_row: int) -> _Columns:
@@ -252,7 +249,7 @@ def _before(offsets_R: NDArray[Any], value_S: NDArray[Any]) -> NDArray[Any]:
 
 
 def _check_origins(columns: _Columns, lengths_R: NDArray[Any]) -> None:
-    for row, origins in enumerate(origins_of(columns["origins"])):
+    for row, origins in enumerate(structs_of(columns["origins"], Origin)):
         counts = [origin.num_tokens for origin in origins]
         if counts and (min(counts) <= 0 or sum(counts) > lengths_R[row]):
             raise SchemaMismatch(
@@ -261,7 +258,7 @@ def _check_origins(columns: _Columns, lengths_R: NDArray[Any]) -> None:
 
 
 def _check_components(columns: _Columns) -> None:
-    for row, components in enumerate(components_of(columns["reward_components"])):
+    for row, components in enumerate(structs_of(columns["reward_components"], RewardComponent)):
         names = [component.name for component in components]
         is_right = (
             len(names) <= MAX_COMPONENTS
@@ -303,9 +300,6 @@ def _is_task(text: str) -> bool:
         return False
 
 
-# ---- rules of each group ----
-
-
 def _check_identity(columns: _Columns, starts_G: NDArray[np.int64]) -> None:
     """Rows of a group are equal in _SAME_IN_GROUP and have distinct values of rollout_index."""
     first_R = np.repeat(starts_G[:-1], _sizes(starts_G))
@@ -325,7 +319,7 @@ def _check_refs(columns: _Columns, refs: Sequence[GroupRef], starts_G: NDArray[n
     bounds = starts_G.tolist()
     tokens_G = _sizes(flat_list(columns["completion_token_ids"])[0][starts_G]).tolist()
     names_R = list(zip(*(columns[name].to_pylist() for name in ("group_id", "attempt", "actor")), strict=True))
-    origins_R = origins_of(columns["origins"])
+    origins_R = structs_of(columns["origins"], Origin)
     for ref, num_tokens, start, end in zip(refs, tokens_G, bounds, bounds[1:], strict=False):
         actual = (*names_R[start], num_tokens, total_origins(origins_R[start:end]))
         named = (ref.group_id, ref.attempt, ref.actor, ref.num_tokens, ref.origins)

@@ -8,8 +8,8 @@ import itertools
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +28,8 @@ from pipelinerl_core.types import (
     TurnSpan,
     WeightSpan,
 )
+
+T = TypeVar("T")
 
 _SCALARS = (
     "group_id", "rollout_index", "attempt", "lease_id", "prompt_id", "source", "env", "task", "actor", "group_size",
@@ -157,35 +159,21 @@ def spans_of(column: pa.ListArray) -> list[tuple[WeightSpan, ...]]:
     return [tuple(spans[start:end]) for start, end in itertools.pairwise(offsets.tolist())]
 
 
-def origins_of(column: pa.ListArray) -> list[tuple[Origin, ...]]:
-    """Origins of each row."""
+def structs_of(column: pa.ListArray, kind: Callable[..., T]) -> list[tuple[T, ...]]:
+    """The structs of each row, each as a `kind`; none for a null row."""
     if column.null_count == len(column):
         return [()] * len(column)
-    return [tuple(Origin(**origin) for origin in row or ()) for row in column.to_pylist()]
+    return [tuple(kind(**struct) for struct in row or ()) for row in column.to_pylist()]
 
 
-def turns_of(column: pa.ListArray) -> list[tuple[TurnSpan, ...]]:
-    """Turn spans of each row; empty for a row of one turn."""
-    if column.null_count == len(column):
-        return [()] * len(column)
-    return [tuple(TurnSpan(**turn) for turn in row or ()) for row in column.to_pylist()]
-
-
-def components_of(column: pa.ListArray) -> list[tuple[RewardComponent, ...]]:
-    """Reward components of each row; none for one number."""
-    if column.null_count == len(column):
-        return [()] * len(column)
-    return [tuple(RewardComponent(**component) for component in row or ()) for row in column.to_pylist()]
-
-
-def component_column(rows: Sequence[Sequence[RewardComponent]]) -> pa.Array:
-    """The inverse of `components_of`."""
-    return pa.array([[component._asdict() for component in row] or None for row in rows], pa.list_(COMPONENT_TYPE))
+def struct_column(rows: Sequence[Sequence[Origin | RewardComponent]], kind: pa.DataType) -> pa.Array:
+    """The inverse of `structs_of`; null for a row without structs."""
+    return pa.array([[struct._asdict() for struct in row] or None for row in rows], pa.list_(kind))
 
 
 def origins_in(batch: pa.RecordBatch) -> tuple[Origin, ...]:
     """Origins of all rows, summed per actor epoch and sorted."""
-    return total_origins(origins_of(batch.column("origins")))
+    return total_origins(structs_of(batch.column("origins"), Origin))
 
 
 def total_origins(rows: Sequence[Sequence[Origin]]) -> tuple[Origin, ...]:
@@ -196,11 +184,6 @@ def total_origins(rows: Sequence[Sequence[Origin]]) -> tuple[Origin, ...]:
     for origin in itertools.chain.from_iterable(rows):
         totals[origin.actor, origin.epoch] += origin.num_tokens
     return tuple(Origin(*key, num_tokens) for key, num_tokens in sorted(totals.items()))
-
-
-def origin_column(rows: Sequence[Sequence[Origin]]) -> pa.Array:
-    """The inverse of `origins_of`; null for a row without origins."""
-    return pa.array([[origin._asdict() for origin in row] or None for row in rows], pa.list_(ORIGIN_TYPE))
 
 
 def to_segment(batches: Sequence[pa.RecordBatch]) -> bytes:
@@ -249,8 +232,8 @@ def _rollout_columns(run_id: str, rollouts: Sequence[Rollout]) -> dict[str, Any]
     for name, dtype in _TOKENS.items():
         columns[name] = list_column([getattr(rollout, name) for rollout in rollouts], dtype)
     columns["weight_spans"] = span_column([rollout.weight_spans for rollout in rollouts])
-    columns["origins"] = origin_column([rollout.origins for rollout in rollouts])
-    columns["reward_components"] = component_column([rollout.reward_components for rollout in rollouts])
+    columns["origins"] = struct_column([rollout.origins for rollout in rollouts], ORIGIN_TYPE)
+    columns["reward_components"] = struct_column([rollout.reward_components for rollout in rollouts], COMPONENT_TYPE)
     columns["turn_spans"] = [rollout.turn_spans or None for rollout in rollouts]
     columns["turn_rewards"] = [rollout.turn_rewards or None for rollout in rollouts]
     columns["branch_starts"] = [rollout.branch_starts or None for rollout in rollouts]
@@ -299,9 +282,9 @@ def _decode(batch: pa.RecordBatch) -> list[Rollout]:
     columns: dict[str, Sequence[Any]] = {name: batch.column(name).to_pylist() for name in names}
     columns.update({name: rows_of(batch.column(name)) for name in _TOKENS})
     columns["weight_spans"] = spans_of(batch.column("weight_spans"))
-    columns["origins"] = origins_of(batch.column("origins"))
-    columns["reward_components"] = components_of(batch.column("reward_components"))
-    columns["turn_spans"] = turns_of(batch.column("turn_spans"))
+    columns["origins"] = structs_of(batch.column("origins"), Origin)
+    columns["reward_components"] = structs_of(batch.column("reward_components"), RewardComponent)
+    columns["turn_spans"] = structs_of(batch.column("turn_spans"), TurnSpan)
     columns["turn_rewards"] = _numbers_of(batch.column("turn_rewards"))
     columns["branch_starts"] = _numbers_of(batch.column("branch_starts"))
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]

@@ -18,24 +18,22 @@ import pyarrow as pa
 
 from pipelinerl_core.algo.spans import clipped, joined
 from pipelinerl_core.data.codec import (
-    component_column,
-    components_of,
     from_segment,
     list_column,
-    origin_column,
-    origins_of,
     record_batch,
     rows_of,
     span_column,
     spans_of,
+    struct_column,
+    structs_of,
     to_segment,
 )
-from pipelinerl_core.data.schema import PARTIAL_SCHEMA, conform
+from pipelinerl_core.data.schema import COMPONENT_TYPE, ORIGIN_TYPE, PARTIAL_SCHEMA, conform
 from pipelinerl_core.errors import MissingObject, SchemaMismatch, StoreError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.reading import list_keys
 from pipelinerl_core.run.records import partial_key, partial_prefix
-from pipelinerl_core.types import FinishReason, GroupKey, Origin, Outcome, PartialRow, PreviousHolder
+from pipelinerl_core.types import FinishReason, GroupKey, Origin, Outcome, PartialRow, PreviousHolder, RewardComponent
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +50,8 @@ def encode_partials(rows: Sequence[PartialRow]) -> pa.RecordBatch:
     columns["token_ids"] = list_column([row.token_ids for row in rows], np.int32)
     columns["rollout_logprobs"] = list_column([row.rollout_logprobs for row in rows], np.float32)
     columns["weight_spans"] = span_column([row.weight_spans for row in rows])
-    columns["origins"] = origin_column([row.origins for row in rows])
-    columns["reward_components"] = component_column([row.reward_components for row in rows])
+    columns["origins"] = struct_column([row.origins for row in rows], ORIGIN_TYPE)
+    columns["reward_components"] = struct_column([row.reward_components for row in rows], COMPONENT_TYPE)
     columns["notes"] = [row.notes or None for row in rows]
     return record_batch(columns, PARTIAL_SCHEMA)
 
@@ -65,8 +63,8 @@ def decode_partials(batch: pa.RecordBatch) -> list[PartialRow]:
     columns["token_ids"] = rows_of(batch.column("token_ids"))
     columns["rollout_logprobs"] = rows_of(batch.column("rollout_logprobs"))
     columns["weight_spans"] = spans_of(batch.column("weight_spans"))
-    columns["origins"] = origins_of(batch.column("origins"))
-    columns["reward_components"] = components_of(batch.column("reward_components"))
+    columns["origins"] = structs_of(batch.column("origins"), Origin)
+    columns["reward_components"] = structs_of(batch.column("reward_components"), RewardComponent)
     columns["notes"] = [tuple(notes or ()) for notes in batch.column("notes").to_pylist()]
     try:
         return [_row(dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]

@@ -197,7 +197,6 @@ class Digests:
         self._sha256 = hashlib.sha256()
 
     def add(self, message: str) -> None:
-        """Append a message."""
         self._sha256.update(f"{len(message)}:{message}".encode())
 
     @property

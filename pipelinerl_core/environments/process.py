@@ -129,8 +129,6 @@ class EnvironmentProcess(SupervisedChild[_Episode]):
                 self._send(as_line({"cancel": identity}))
             await episode.end_asking()
 
-    # ---- start and end of the process ----------------------------------------------------------------------------
-
     def _new_descriptors(self) -> tuple[int, ...]:
         descriptor = new_descriptor()
         self._running = RunningStep(descriptor)
@@ -187,8 +185,6 @@ class EnvironmentProcess(SupervisedChild[_Episode]):
     def _fail_episode(self, episode: _Episode, reason: str, *, is_timeout: bool) -> None:
         # The scoring of a group is no single episode's fault.
         self._fail(episode, reason, EnvironmentTimeout if is_timeout and episode.host is not None else None)
-
-    # ---- lines ---------------------------------------------------------------------------------------------------
 
     def _begin(self, identity: int, episode: _Episode) -> None:
         """If the process is ready, send an episode, or answer a check."""
@@ -314,7 +310,6 @@ def _score(reward: float, components: Mapping[str, float]) -> Score:
 
 
 def _fields(reply: Reply) -> dict[str, Any]:
-    """The fields of api.Reply."""
     return {
         "text": reply.text,
         "content": reply.content,

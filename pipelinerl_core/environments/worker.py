@@ -142,7 +142,6 @@ class _Steps(Coroutine[Any, Any, Any]):
         self._coroutine = coroutine
 
     def send(self, value: Any) -> Any:
-        """Run one step."""
         return self._step(self._coroutine.send, value)
 
     def throw(self, *error: Any) -> Any:
@@ -195,8 +194,6 @@ class Worker:
         self.send({**ready, "note": environment.note} if environment.note else ready)
         self._loop.run_forever()
 
-    # ---- lines ---------------------------------------------------------------------------------------------------
-
     def _read(self, requests: int) -> None:
         data = os.read(requests, READ_BYTES)
         if not data:
@@ -227,8 +224,6 @@ class Worker:
         was_masked, self._is_masked = self._is_masked, True
         write_all(self._answers, data + b"\n")
         self._is_masked = was_masked
-
-    # ---- episodes ------------------------------------------------------------------------------------------------
 
     def _play(self, identity: int, request: Mapping[str, Any]) -> None:
         episode = Episode(identity)
@@ -319,8 +314,6 @@ class Worker:
             self._ending.append((monotonic(), episode))
         self._is_masked = was_masked
 
-    # ---- tasks and their steps -----------------------------------------------------------------------------------
-
     def _new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
         """The task factory of the loop: registers each task with the episode whose code creates the task."""
         episode = _EPISODE.get()
@@ -345,8 +338,6 @@ class Worker:
             episode.charge(seconds)
         self._since = now
         self._running.set(NO_EPISODE, now)
-
-    # ---- deadlines -----------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
         """Charge the episodes that have the turn, with at most two intervals: if the loop was blocked, they are not

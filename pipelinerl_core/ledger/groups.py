@@ -21,7 +21,6 @@ class ActorKey(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "ActorKey":
-        """The inverse of str()."""
         name, _, epoch = text.rpartition("/")
         return cls(name, int(epoch))
 
@@ -78,7 +77,6 @@ class GroupSummary:
 
     @property
     def actor(self) -> ActorKey:
-        """The actor epoch that delivered the group."""
         return ActorKey(self.ref.actor, self.ref.actor_epoch)
 
     @property
@@ -88,7 +86,6 @@ class GroupSummary:
 
     @property
     def lengths(self) -> LengthTotals:
-        """Lengths of all tokens."""
         return sum(self.lengths_by_version.values(), self.lengths_unscored)
 
 

@@ -111,8 +111,6 @@ class Ledger(LedgerView):
         for group_id, previous in holders.items():
             self._pool.leases.add_previous_holders(group_id, previous)
 
-    # ---- actors ----------------------------------------------------------------------------------------------
-
     def register_actor(self, actor: ActorKey, leases: Sequence[LeaseRef] = ()) -> None:
         """Register an actor epoch with its leases and remove earlier epochs of the actor. Raises Fenced."""
         self._check_actor(actor)
@@ -233,8 +231,6 @@ class Ledger(LedgerView):
         num_groups = min(want, self._schedule.grantable_groups(self.counts, engine_version))
         leases = self._pool.leases
         return [leases.grant(self._pool.next_group(), actor, now, version=engine_version) for _ in range(num_groups)]
-
-    # ---- trainer ---------------------------------------------------------------------------------------------
 
     def check_trainer(self, epoch: int) -> None:
         """Raises Fenced if a newer trainer epoch exists."""

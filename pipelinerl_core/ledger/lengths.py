@@ -66,7 +66,6 @@ class LengthMeter:
 
     @property
     def arrived(self) -> LengthTotals:
-        """Totals of all arrived tokens."""
         return self._arrived.totals()
 
     def arrive(self, lengths: LengthTotals) -> None:

@@ -43,11 +43,8 @@ class GroupPool:
         """Set the frontier: groups below `group_id` were leased by earlier hubs."""
         self.next_group_id = self._first_own_group = group_id
 
-    # ---- queries ---------------------------------------------------------------------------------------------
-
     @property
     def num_reserved(self) -> int:
-        """Groups in reservations."""
         return sum(len(reservation.refs) for reservation in self.reservations.values())
 
     def reservation_of(self, group_id: int) -> Reservation | None:
@@ -95,8 +92,6 @@ class GroupPool:
         """Leased, queued and ready groups, sorted."""
         return tuple(sorted([*self.leases.group_ids(), *self.ready]))
 
-    # ---- to leased -------------------------------------------------------------------------------------------
-
     def next_group(self) -> int:
         """The group to lease next: a queued group, else the next prompt."""
         queued = self.leases.first_queued()
@@ -118,8 +113,6 @@ class GroupPool:
         for unknown in range(self.next_group_id, group_id + 1):
             self.leases.queue(unknown)
         self.next_group_id = max(self.next_group_id, group_id + 1)
-
-    # ---- to ready --------------------------------------------------------------------------------------------
 
     def add(self, summary: GroupSummary, lease_id: str) -> Arrival:
         """Add a finished group. Raises StaleLease if its lease is not in force."""
@@ -185,8 +178,6 @@ class GroupPool:
             self._superseded.add(key)
             self.tokens.supersede(summary)
 
-    # ---- to reserved and back --------------------------------------------------------------------------------
-
     def drop_stale(self, step: int) -> None:
         """Decide the ready groups that are stale at a step; each group is checked once per step."""
         rules = self._config.schedule
@@ -238,8 +229,6 @@ class GroupPool:
             else:
                 self.tokens.arrive_ref(ref, -1)
             self.leases.queue(group_id, ref.attempt + 1)
-
-    # ---- to decided ------------------------------------------------------------------------------------------
 
     def decide(self, summary: GroupSummary, fate: Fate) -> None:
         """Give an untrained fate to a group whose tokens have arrived."""

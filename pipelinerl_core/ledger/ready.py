@@ -44,7 +44,6 @@ class ReadyGroups:
         return self._num_of[actor]
 
     def add(self, summary: GroupSummary) -> None:
-        """Add a group that is not ready yet."""
         group_id = summary.ref.group_id
         self._groups[group_id] = summary
         self._num_of[summary.actor] += 1

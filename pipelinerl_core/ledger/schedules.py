@@ -1,16 +1,8 @@
 """The schedules: when groups may be leased, when a step may be reserved, in which order, and when engines pause.
 
-| schedule     | a group may be leased while                | a step may be reserved if  | engines pause            |
-|--------------|--------------------------------------------|----------------------------|--------------------------|
-| pipeline     | outstanding < W = (max_lag + 1) * N        | N groups are ready         | never                    |
-| conventional | its phase of steps_per_phase * N lacks one | all remaining groups of    | if no group is leased    |
-|              |                                            | the phase are ready        |                          |
-| april        | outstanding < alpha * N, none is reserved  | N groups are ready         | from N ready until they  |
-|              |                                            |                            | have the new weights     |
-
 A group is outstanding while it is leased, ready, or reserved for a step that is not committed. Every fate (trained,
 filtered, dropped, failed, quarantined) ends that state and frees the group's slot in the window: no count is
-cumulative. docs/scheduling.md derives the bounds.
+cumulative. docs/scheduling.md has the table of the schedules and derives the bounds.
 """
 
 import hashlib
@@ -99,7 +91,6 @@ class Conventional:
         return max(0, steps_left * self._num - counts.outstanding)
 
     def needed_groups(self, step: int) -> int:
-        """All groups that the phase trains from this step on."""
         return self._steps_left(step) * self._num
 
     def priority(self, step: int, deadline: int, group_id: int) -> tuple[int, int]:

@@ -15,7 +15,6 @@ class SegmentIndex:
         self._early: dict[ActorKey, set[int]] = {}
 
     def add(self, group_id: int, attempt: int, actor: ActorKey, seq: int) -> None:
-        """Note the segment of an undecided group."""
         self._segments.setdefault(group_id, {})[attempt] = (actor, seq)
 
     def seal(self, actor: ActorKey, seq: int) -> None:

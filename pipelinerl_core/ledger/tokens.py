@@ -137,7 +137,6 @@ class TokenLedger:
             self.decided[name] += num_tokens
 
     def arrive_group(self, summary: GroupSummary) -> None:
-        """Count a group that has arrived with its rows."""
         self.arrive_ref(summary.ref)
         self.lengths.arrive(summary.lengths)
 
@@ -147,7 +146,6 @@ class TokenLedger:
         self.lengths.decide({name: summary.lengths})
 
     def train_group(self, summary: GroupSummary, step: int, max_lag: int) -> None:
-        """Decide the tokens of an arrived group that is trained at `step`."""
         self.decide_ref(summary.ref, split_trained(summary, step, max_lag))
         self.lengths.decide(split_lengths(summary, step, max_lag))
 
@@ -162,7 +160,6 @@ class TokenLedger:
         self.account(actor).decided += num_tokens
 
     def totals(self) -> dict[str, int]:
-        """Tokens by class."""
         accounts = self.accounts.values()
         lost = sum(account.in_flight for account in accounts if account.is_gone)
         return {

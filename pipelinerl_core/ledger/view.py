@@ -45,7 +45,6 @@ class LedgerView:
         )
 
     def must_pause(self, engine_version: int) -> bool:
-        """Whether an engine with these weights must pause; it keeps its requests and their KV cache."""
         return self._schedule.must_pause(self.counts, engine_version)
 
     @property

@@ -47,7 +47,7 @@ class Waits:
         """An actor has synced; `empty_share` of its slots are empty for want of a grant."""
         self._book_trainer(now)
         share, since = self._empty.get(actor, (0.0, now))
-        self._seconds["actors"] += share * _within(now - since)
+        self._seconds["actors"] += share * min(max(0.0, now - since), _SILENCE_SECONDS)
         self._empty[actor] = (empty_share, now)
         self._present_sum += empty_share - self._present.pop(actor, (0.0, now))[0]
         self._present[actor] = (empty_share, now)
@@ -86,7 +86,3 @@ def empty_share(sync: Sync, num_leases: int, group_size: int) -> float:
         return 0.0
     num_sequences = sync.running + sync.waiting + num_leases * group_size
     return max(0.0, 1 - num_sequences / sync.concurrency)
-
-
-def _within(seconds: float) -> float:
-    return min(max(0.0, seconds), _SILENCE_SECONDS)

@@ -86,15 +86,12 @@ class Calibration:
         return MeasuredSpeeds(decode=speeds.decode.times(factor), train=speeds.train.times(factor))
 
     def work_of(self, config: RunConfig) -> Work:
-        """See `Source`."""
         return replace(self.work, lengths=self.work.lengths.scaled(1.0, config.rollouts.max_tokens))
 
     def sources_of(self, config: RunConfig) -> dict[str, str]:
-        """See `Source`."""
         return dict.fromkeys(INPUTS, f"measured: {self.origin}")
 
     def warnings_of(self, config: RunConfig) -> list[str]:
-        """See `Source`."""
         warnings = ["evaluations"]
         decode, slots = self.speeds.decode, config.engine.concurrency
         if slots > _WIDE * decode.highest:

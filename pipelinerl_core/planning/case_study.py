@@ -69,7 +69,9 @@ def case_study() -> dict[str, Any]:
     best_lag: the lag with the largest ratio.
     """
     system = case_study_system()
-    by_lag = {lag: _results(best_pipeline(system, lag), conventional(system, lag + 1)) for lag in _lags()}
+    by_lag = {
+        lag: _results(best_pipeline(system, lag), conventional(system, lag + 1)) for lag in range(1, _LARGEST_LAG + 1)
+    }
     max_lag = STEPS_PER_PHASE - 1
     return {
         "accelerators": system.accelerators,
@@ -110,10 +112,6 @@ def case_study_lines(document: dict[str, Any]) -> list[str]:
         ),
         f"largest ratio: at a lag of {document['best_lag']}; paper: about {published['lag']}",
     ]
-
-
-def _lags() -> range:
-    return range(1, _LARGEST_LAG + 1)
 
 
 def _results(best: Pipeline, alternating: Conventional) -> dict[str, float]:

@@ -1,16 +1,8 @@
 """Throughput and lag in closed form: the model of the PipelineRL paper (arXiv:2509.19128, appendix A).
 
-    N    accelerators                            U(h)   utilization of one accelerator that decodes h sequences
-    B    rollouts of an optimizer step           tau    training time per token, in flashes, on one accelerator
-    G    optimizer steps of a phase              L, l   longest and mean length of a completion
-    I    accelerators that generate (pipeline)   H      sequences that each of them decodes at once
-
-The unit of time is the flash: the shortest possible time per token, i.e. the FLOPs of the forward pass of one token
-over the peak FLOPs of one accelerator. Throughput is tokens per flash. Decoding one token for each of h sequences on
-one accelerator takes h / U(h) flashes.
-
-The model leaves out attention FLOPs, memory of the KV cache, prompts, weight updates, groups and waiting.
-docs/planning.md compares its results with the paper.
+docs/planning.md has its symbols and formulas, and compares its results with the paper. Throughput is in tokens per
+flash: the FLOPs of the forward pass of one token over the peak FLOPs of one accelerator. The model leaves out
+attention FLOPs, memory of the KV cache, prompts, weight updates, groups and waiting.
 """
 
 import math

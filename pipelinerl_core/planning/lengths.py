@@ -80,7 +80,6 @@ class Lengths:
 
     @property
     def mean(self) -> float:
-        """The mean length."""
         return float(self.running.sum())
 
     @property

@@ -50,7 +50,6 @@ class Roofline:
     """2 if engine and trainer share a GPU at the same time."""
 
     def decode_seconds(self, num_running: int) -> float:
-        """See `Speeds`."""
         if not num_running:
             return 0.0
         each = num_running / self.copies
@@ -58,7 +57,6 @@ class Roofline:
         return max(memory, each * self.sequence_seconds) * self.slowdown
 
     def train_seconds(self, num_tokens: int) -> float:
-        """See `Speeds`."""
         return num_tokens * self.token_seconds * self.slowdown
 
 
@@ -131,13 +129,11 @@ class Table:
         self._lengths = lengths
 
     def speeds_of(self, config: RunConfig) -> Speeds:
-        """See `Source`."""
         if config.emulation.accelerators:
             return EmulatedSpeeds.of(config)
         return self._accelerators(config).speeds
 
     def work_of(self, config: RunConfig) -> Work:
-        """See `Source`."""
         lengths = self._lengths_of(config)
         if config.emulation.accelerators:
             return Work(lengths=lengths, prompt_tokens=self._prompt_tokens(config), sync_seconds=SYNC_SECONDS)
@@ -153,7 +149,6 @@ class Table:
         )
 
     def sources_of(self, config: RunConfig) -> dict[str, str]:
-        """See `Source`."""
         if config.emulation.accelerators:
             sources = dict.fromkeys(INPUTS, "assumed: 0")
             sources |= dict.fromkeys(("decode", "train"), "configured: emulation.*")
@@ -174,7 +169,6 @@ class Table:
         return sources
 
     def warnings_of(self, config: RunConfig) -> list[str]:
-        """See `Source`."""
         return ["FLOPs of attention, scoring, and evaluations"]
 
     def _lengths_of(self, config: RunConfig) -> Lengths:

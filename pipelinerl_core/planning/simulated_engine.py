@@ -230,7 +230,6 @@ class SimulatedEngine:
         self.stop(seconds)
 
     def set_pace(self, delay_seconds: float) -> None:
-        """Pause this long after each decode step."""
         self._delay_seconds = delay_seconds
         self._set_step_seconds()
 

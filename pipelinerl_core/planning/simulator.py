@@ -279,8 +279,6 @@ class _Simulation:
     def _back_at(self, event: Preemption) -> float:
         return event.seconds + event.away_seconds + self._work.start_seconds
 
-    # ---- engines ---------------------------------------------------------------------------------------------
-
     def _actor_ends(self, event: Preemption) -> None:
         number = int(event.role.partition("-")[2])
         engine = self._engines[number]
@@ -407,7 +405,6 @@ class _Simulation:
             self._wake(number)
 
     def _arrive(self, number: int, complete: list[GroupWork]) -> None:
-        """Complete groups arrive at the ledger."""
         outstanding = self._ledger.counts.outstanding
         for work in complete:
             del self._sent[number][work.grant.lease_id]
@@ -465,8 +462,6 @@ class _Simulation:
         for number, engine in enumerate(self._engines):
             if self._ledger.must_pause(engine.version) != engine.is_paused:
                 self._sync_soon(number)
-
-    # ---- the trainer -----------------------------------------------------------------------------------------
 
     def _request_step(self) -> None:
         step = self._next_step

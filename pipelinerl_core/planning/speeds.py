@@ -14,7 +14,6 @@ class Line:
     """Loads that were observed; a time beyond them is extrapolated."""
 
     def at(self, load: float) -> float:
-        """Seconds at a load."""
         return self.fixed + self.each * load
 
     def times(self, factor: float) -> "Line":
@@ -32,9 +31,7 @@ class MeasuredSpeeds:
     """Time of an optimizer step by its tokens, prompts included."""
 
     def decode_seconds(self, num_running: int) -> float:
-        """See `Speeds`."""
         return self.decode.at(num_running) if num_running else 0.0
 
     def train_seconds(self, num_tokens: int) -> float:
-        """See `Speeds`."""
         return self.train.at(num_tokens)

@@ -36,7 +36,9 @@ class Point:
         """Trained rollouts per second: comparable between settings with steps of different sizes."""
         if self.prediction is None or self.config is None:
             return -math.inf
-        return self.prediction.steps_per_second * _rollouts(self.config)
+        return (
+            self.prediction.steps_per_second * self.config.trainer.groups_per_step * self.config.rollouts.group_size
+        )
 
 
 def sweep(
@@ -158,10 +160,6 @@ def _predict(source: Source, config: RunConfig | str) -> Prediction | str:
         return predict(source, config)
     except ConfigError as error:
         return str(error)
-
-
-def _rollouts(config: RunConfig) -> int:
-    return config.trainer.groups_per_step * config.rollouts.group_size
 
 
 def _number(text: str) -> float | None:

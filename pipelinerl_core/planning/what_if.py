@@ -42,11 +42,9 @@ class Changed:
     """Speed of the decode steps of each actor, relative to the source; empty: 1 for all."""
 
     def speeds_of(self, config: RunConfig) -> Speeds:
-        """See `Source`."""
         return self.source.speeds_of(config)
 
     def work_of(self, config: RunConfig) -> Work:
-        """See `Source`."""
         work, actors = self.source.work_of(config), config.placement.actors
         if self.actor_speeds and len(self.actor_speeds) != actors:
             raise ConfigError(
@@ -63,7 +61,6 @@ class Changed:
         )
 
     def sources_of(self, config: RunConfig) -> Mapping[str, str]:
-        """See `Source`."""
         sources = dict(self.source.sources_of(config))
         if self.lengths is None and self.factor == 1:
             return sources
@@ -72,7 +69,6 @@ class Changed:
         return sources | {"completions": f"{origin}{times}, at most rollouts.max_tokens"}
 
     def warnings_of(self, config: RunConfig) -> list[str]:
-        """See `Source`."""
         return self.source.warnings_of(config)
 
 

@@ -29,7 +29,6 @@ class LargestNumberSource:
         self._env = env
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt at a position of the training sequence; never a held-out prompt."""
         return self._draw(random.Random(stable_seed(self._seed, NAME, index)), held_out=False)
 
     def held_out(self, count: int) -> list[Prompt]:

@@ -26,7 +26,6 @@ class MixtureSource:
         return replace(self._sources[turn.part].prompt(turn.number), source=turn.part)
 
     def held_out(self, count: int) -> list[Prompt]:
-        """`count` held-out prompts of each part, part by part."""
         return [
             replace(prompt, source=name)
             for name, source in self._sources.items()

@@ -247,7 +247,6 @@ def _csv_lines(text: str, separator: str) -> list[bytes]:
 
 
 def _line(value: Any) -> bytes:
-    """One line of JSON."""
     return json.dumps(value, default=_as_text).encode()
 
 

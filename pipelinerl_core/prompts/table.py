@@ -160,7 +160,11 @@ class Rows:
             raise ConfigError(f"{setting}: row {row} of {origin} has no value. Remove such rows")
         if isinstance(value, bool | int | float):
             return json.dumps(value)
-        if isinstance(value, list) and value and all(map(_is_message, value)):
+        if (
+            isinstance(value, list)
+            and value
+            and all(isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in value)
+        ):
             if _is_conversation(value) and (len(value) == 1 or not key.startswith("prompts.template")):
                 return "\n\n".join(message["content"] for message in value)
             roles = [message["role"] for message in value]
@@ -302,10 +306,6 @@ def _value(record: Record, column: str) -> Any:
         more, dot, field = field.partition(".")
         outer = f"{outer}.{more}"
     return _MISSING
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and {"role", "content"} <= value.keys()
 
 
 def _is_conversation(messages: Sequence[Mapping[str, Any]]) -> bool:

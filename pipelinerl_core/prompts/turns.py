@@ -19,6 +19,7 @@ _QUESTION, _ANSWER = "Question", "Answer"
 """Contents of messages that stand for a conversation. Chat templates trim contents, so they have no space."""
 _CALL_ID = "call00000"
 """Some templates require nine letters and digits."""
+_RESULT: Message = {"role": "tool", "name": "tool", "tool_call_id": _CALL_ID, "content": _ANSWER}
 _PROBED_TURNS = 4
 _OPEN_REASONING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 _ADVICE = (
@@ -163,7 +164,7 @@ class ChatTurns:
         pieces = [render(self._tokenizer, messages, tools)]
         contents: list[str | None] = []
         for turn in range(_PROBED_TURNS):
-            new = [_tool_result()] * kind[2] if kind[2] and turn % 2 == 0 else [_user(_QUESTION)]
+            new = [_RESULT] * kind[2] if kind[2] and turn % 2 == 0 else [_user(_QUESTION)]
             answer = _answer_before(new)
             contents.append(None if "tool_calls" in answer else _ANSWER)
             pieces.append(self._bridge(new, tools))
@@ -254,10 +255,6 @@ def _require_texts(messages: Messages) -> None:
 
 def _user(content: str) -> Message:
     return {"role": "user", "content": content}
-
-
-def _tool_result() -> Message:
-    return {"role": "tool", "name": "tool", "tool_call_id": _CALL_ID, "content": _ANSWER}
 
 
 def _num_results(messages: Messages) -> int:

@@ -184,9 +184,6 @@ def bottleneck(evidence: Evidence, *, takes_turns: bool) -> Bottleneck:
     return "window" if causes["window"] >= _WINDOW_PART * (causes["engine"] + causes["window"]) else "engine"
 
 
-# ---- one text per bottleneck ---------------------------------------------------------------------------------------
-
-
 def _trainer(evidence: Evidence, run: RunConfig) -> str:
     text = f"The trainer is the bottleneck: {_waited(evidence)}"
     if evidence.delay_seconds > _PACED_SECONDS:
@@ -288,9 +285,6 @@ def _more_groups(tail: float, evidence: Evidence, run: RunConfig) -> str:
     return f"{text}; schedule.alpha={alpha:g} (now {rules.alpha:g}){window} keeps them full."
 
 
-# ---- length bias ---------------------------------------------------------------------------------------------------
-
-
 def _length_advice(lengths: Lengths, run: RunConfig) -> str:
     """Where long completions are lost, and the setting that keeps them; empty without a length bias."""
     bias = length_bias(lengths)
@@ -321,8 +315,6 @@ def _length_advice(lengths: Lengths, run: RunConfig) -> str:
         f"{lost[worst].mean_length:.1f}. Set {remedies[worst]}."
     )
 
-
-# ---- wording ------------------------------------------------------------------------------------------------------
 
 _ADVICE: dict[Bottleneck, Callable[[Evidence, RunConfig], str]] = {
     "trainer": _trainer,

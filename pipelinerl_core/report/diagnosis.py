@@ -178,9 +178,6 @@ def _correlation(first: NDArray[np.float64], second: NDArray[np.float64]) -> flo
     return float(first @ second) / scale if scale > 1e-12 else 0.0
 
 
-# ---- texts ---------------------------------------------------------------------------------------------------------
-
-
 def _question_dropped(newest: _Newest) -> Finding | None:
     prompts, tasks = defaultdict(list), set()
     # The first message of an environment may be the same for all tasks.
@@ -257,9 +254,6 @@ def _copies(newest: _Newest) -> Finding | None:
         "select group_id, rollout_index, reward, prompt, completion from rollouts where contains(prompt, "
         "trim(completion)) order by step desc",
     )
-
-
-# ---- rewards, lengths and tasks ------------------------------------------------------------------------------------
 
 
 def _cut_off(newest: _Newest) -> Finding | None:
@@ -397,9 +391,6 @@ def _common(newest: _Newest, indices: Sequence[int]) -> str:
     ]  # fmt: skip
     texts = [f"{name} = {_quoted(str(newest.tasks[indices[0]].get(name)))}" for name in shared[:3]]
     return f"; all of them with {', '.join(texts)}" if texts else ""
-
-
-# ---- steps and evaluations -----------------------------------------------------------------------------------------
 
 
 def _no_entropy(newest: _Newest) -> Finding | None:

@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipelinerl_core.emulation.report_lines import emulation
-from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import SwapRecord
 from pipelinerl_core.models.recipes import TINY_PREFIX
 from pipelinerl_core.report import utilization
@@ -27,10 +26,10 @@ from pipelinerl_core.report.advice import (
 )
 from pipelinerl_core.report.diagnosis import as_documents, diagnose, text_decoder
 from pipelinerl_core.report.equal_rewards import NEXT_STEP, TINY_STEP, comparison_text, equal_reward, headline
-from pipelinerl_core.report.facts import RunFacts, StepFacts, collect
+from pipelinerl_core.report.facts import RunFacts, StepFacts
 from pipelinerl_core.report.parts import parts_report
 from pipelinerl_core.report.predicted import predicted
-from pipelinerl_core.run.records import WEIGHTS_TABLE_KEY, Commit, EvalRecord, RunRecord
+from pipelinerl_core.run.records import Commit, EvalRecord, RunRecord
 from pipelinerl_core.telemetry import measures
 from pipelinerl_core.telemetry.length_bias import length_report
 from pipelinerl_core.telemetry.parts import untrained_parts
@@ -56,13 +55,8 @@ WEIGHTS_SCHEMA = pa.schema(
 )
 
 
-def build_report(store: ObjectStore) -> dict[str, Any]:
-    """report.json of a run, finished or live, as JSON values; a figure without a value is None."""
-    return report_of(collect(store))
-
-
 def report_of(facts: RunFacts) -> dict[str, Any]:
-    """report.json from facts already read."""
+    """report.json of a run, finished or live, as JSON values; a figure without a value is None."""
     commits = list(facts.commits.values())
     model_path = str(facts.run.config.get("model", {}).get("path", ""))
     use = utilization.actor_use(commits)
@@ -88,32 +82,20 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
             "mean_lag": measures.mean_of_counts(total_lags(facts.steps)),
         },
     )
-    for find in (refused_advice, clipped_advice):
-        if text := find(commits, facts.run.config):
-            findings = {
-                **findings,
-                "advice": " ".join(filter(None, (f"{text[:1].upper()}{text[1:]}.", findings["advice"]))),
-            }
-    findings = {
-        **findings,
-        "advice": " ".join(filter(None, (quarantine_advice(commits), findings["advice"]))) or None,
-    }
     reward = equal_reward(commits)
     parts = parts_report(facts)
     warnings = [f"{text}." for text in untrained_parts(parts).values()]
-    if reward is not None:
-        first = headline(reward, len(facts.steps), is_over=True)
-        next_step = TINY_STEP if model_path.startswith(TINY_PREFIX) else NEXT_STEP
-        warnings.insert(0, f"{first[:1].upper()}{first[1:]}. {comparison_text(facts.run.config)} {next_step}")
-    warning = " ".join(warnings) or None
     if reward is None:
-        warning = " ".join(filter(None, (warning, unmoved_advice(commits, facts.run.config)))) or None
-    if warning:  # before any advice on speed
-        findings = {**findings, "advice": " ".join(filter(None, (warning, findings["advice"])))}
-    alarm = alarm_text(commits)
-    if alarm is not None:  # before anything else: the run has trained on tokens of unknown versions
-        warning = " ".join(filter(None, (f"{alarm}.", warning)))
-        findings = {**findings, "advice": " ".join(filter(None, (f"{alarm}.", findings["advice"])))}
+        warnings.append(unmoved_advice(commits, facts.run.config))
+    else:
+        next_step = TINY_STEP if model_path.startswith(TINY_PREFIX) else NEXT_STEP
+        first = headline(reward, len(facts.steps), is_over=True)
+        warnings.insert(0, f"{_sentence(first)} {comparison_text(facts.run.config)} {next_step}")
+    if alarm := alarm_text(commits):  # before anything else: the run has trained on tokens of unknown versions
+        warnings.insert(0, f"{alarm}.")
+    texts = [*warnings, quarantine_advice(commits)]  # before any advice on speed
+    texts += [_sentence(find(commits, facts.run.config)) for find in (clipped_advice, refused_advice)]
+    findings["advice"] = " ".join(filter(None, (*texts, findings["advice"]))) or None
     return {
         "run_id": facts.run.run_id,
         "schedule": _kind(facts, "schedule"),
@@ -138,13 +120,17 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         "group_spread": spread,
         "prediction": prediction,
         "equal_reward": reward,
-        "warning": warning,
+        "warning": " ".join(filter(None, warnings)) or None,
         "findings": as_documents(diagnose(facts, text_decoder(model_path))),
         "mlflow": _mlflow(facts.run),
         **findings,
         "ledger": dict(commits[-1].tokens) if commits else {},
         "length_bias": length_report(lengths),
     }
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
 
 
 def held_out_name(report: Mapping[str, Any]) -> str:
@@ -317,14 +303,6 @@ def _versions(steps: tuple[StepFacts, ...]) -> dict[str, Any]:
 def _mean_metric(commits: list[Commit], key: str) -> float | None:
     values = [commit.metrics[key] for commit in commits if key in commit.metrics]
     return float(np.mean(values)) if values else None
-
-
-# ---- weights.parquet -----------------------------------------------------------------------------------------------
-
-
-def write_weights_table(store: ObjectStore) -> None:
-    """weights.parquet: one row per (version, actor), by version and actor."""
-    store.put(WEIGHTS_TABLE_KEY, weights_table(collect(store)))
 
 
 def weights_table(facts: RunFacts) -> bytes:

@@ -50,7 +50,7 @@ def reward_over_time(facts: RunFacts) -> str:
     end = max((x for x, _ in [*points, *held_out]), default=1.0)
     unit, name = (1.0, "seconds") if end < 300 else (60.0, "minutes") if end < 18_000 else (3600.0, "hours")
     axis = Axis(f"wall clock, {name} since the run was created", low=0.0)
-    scaled = [_scaled(part, unit) for part in parts]
+    scaled = [[(x / unit, y) for x, y in part] for part in parts]
     return _learning("Reward against wall clock", scaled, [(x / unit, record) for x, record in held_out], axis)
 
 
@@ -182,13 +182,12 @@ def timeline(facts: RunFacts) -> str:
     first = max(0, (len(commits) - _TIMELINE_STEPS) // 2)
     shown = commits[first : first + _TIMELINE_STEPS + 1]
     zero, start, end = facts.run.created_at, shown[0].reserved_at, shown[-1].committed_at
-    lanes = [_actor_lane(facts, actor, start, end) for actor in _actors(commits)]
+    lanes = [
+        _actor_lane(facts, actor, start, end)
+        for actor in sorted({key.rpartition("/")[0] for commit in commits for key in commit.actors})
+    ]
     lanes += [_trainer_lane(shown, zero), _commit_lane(shown, zero)]
     return charts.lane_chart("Timeline", lanes, (start - zero, end - zero))
-
-
-def _actors(commits: Sequence[Commit]) -> list[str]:
-    return sorted({key.rpartition("/")[0] for commit in commits for key in commit.actors})
 
 
 def _actor_lane(facts: RunFacts, actor: str, start: float, end: float) -> Lane:
@@ -307,10 +306,6 @@ def _worst(points: Sequence[Point]) -> list[Point]:
     return [
         max(points[start : start + stride], key=lambda point: point[1]) for start in range(0, len(points), stride)
     ]
-
-
-def _scaled(points: Sequence[Point], unit: float) -> list[Point]:
-    return [(x / unit, y) for x, y in points]
 
 
 def _scored(facts: RunFacts) -> list[StepFacts]:

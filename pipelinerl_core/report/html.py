@@ -45,14 +45,6 @@ def write_report(store: ObjectStore, *, decode: Decode | None = None) -> dict[st
     return report
 
 
-def render_report(store: ObjectStore, *, decode: Decode | None = None) -> str:
-    """The page of a run.
-
-    decode: text of one token id; None: the tokenizer.json of the configured model, or token ids if there is none.
-    """
-    return page_of(store, collect(store), decode)
-
-
 def page_of(store: ObjectStore, facts: RunFacts, decode: Decode | None, *, has_browser: bool = False) -> str:
     """The page of a run from facts already read. has_browser: rollouts have pages, `rollouts/12.3` (web.py)."""
     return _page(store, facts, _report(store, facts, decode), decode, has_browser=has_browser)
@@ -267,7 +259,7 @@ def _length_bias(ledger: Mapping[str, int], length_bias: Mapping[str, Any]) -> s
         cells = [
             f'<i class="key {_css(name)}"></i>{escape(name)}' if name != "generated" else "generated",
             f"{num:,}",
-            _share(num / total) if total else "",
+            f"{num / total:.1%}" if total else "",
             _number(length_class.get("mean_length"), "{:,.1f}"),
             _number(length_class.get("first_third"), "{:.1%}"),
             _number(length_class.get("last_third"), "{:.1%}"),
@@ -308,10 +300,6 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min {whole % 60:02d} s" if minutes else f"{seconds:.1f} s"
-
-
-def _share(value: float) -> str:
-    return f"{value:.1%}"
 
 
 def _number(value: float | None, form: str) -> str:

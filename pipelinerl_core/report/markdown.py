@@ -1,4 +1,4 @@
-"""Markdown: the report of a run as a table, and replacing a section of a page."""
+"""The report of a run as Markdown."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -85,12 +85,3 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 def _figure(value: Any) -> str:
     return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def replace_section(page: str, name: str, text: str) -> str:
-    """The page with `text` between the comments <!-- name --> and <!-- /name -->, which are appended if missing."""
-    start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-    before, opening, rest = page.partition(start)
-    _, is_closed, after = rest.partition(end)
-    section = f"{start}\n{text.strip()}\n{end}"
-    return before + section + after if opening and is_closed else f"{page.rstrip()}\n\n{section}\n"

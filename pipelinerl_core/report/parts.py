@@ -8,12 +8,11 @@ from typing import Any
 from pipelinerl_core.report import charts
 from pipelinerl_core.report.charts import Axis, Point, Series
 from pipelinerl_core.report.facts import RunFacts
+from pipelinerl_core.report.figures import smooth, thinned
 from pipelinerl_core.telemetry.parts import FATES, PREFIX, parts_of
 
 _CSS = ("train", "held", "generate", "swap", "commit", "again", "wait", "other")
 _WINDOW = 10
-_MAX_POINTS = 400
-_MEAN_STEPS = 9
 
 
 def parts_report(facts: RunFacts) -> dict[str, dict[str, Any]]:
@@ -76,7 +75,7 @@ def parts_section(facts: RunFacts, parts: Mapping[str, Mapping[str, Any]]) -> st
         "the first and last mean of reward, length and held-out accuracy. Failed groups have fewer than two rewards; "
         "filtered groups have equal rewards.</p>"
         f'<table class="ledger"><tbody>{table}</tbody></table>'
-        f"<figure><figcaption>Reward per part, moving mean over {_MEAN_STEPS} steps</figcaption>"
+        "<figure><figcaption>Reward per part, moving mean</figcaption>"
         f"{_curves(facts, parts)}</figure></section>"
     )
 
@@ -84,15 +83,7 @@ def parts_section(facts: RunFacts, parts: Mapping[str, Mapping[str, Any]]) -> st
 def _curves(facts: RunFacts, parts: Mapping[str, Any]) -> str:
     series = []
     for name, css in zip(parts, itertools.cycle(_CSS), strict=False):
-        points = _points(facts, name, "reward")
-        half = _MEAN_STEPS // 2
-        means = [
-            (x, sum(y for _, y in near) / len(near))
-            for index, (x, _) in enumerate(points)
-            if (near := points[max(0, index - half) : index + half + 1])
-        ]
-        stride = max(1, -(-len(means) // _MAX_POINTS))
-        series.append(Series(name, [*means[:-1:stride], *means[-1:]], css))
+        series.append(Series(name, thinned(smooth(_points(facts, name, "reward"))), css))
     return charts.line_chart("Reward per part", series, Axis("optimizer step", is_whole=True), Axis("reward"))
 
 

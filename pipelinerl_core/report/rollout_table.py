@@ -4,7 +4,7 @@ The number of steps of the run determines the rollouts in the table. After a res
 therefore has the same rows, and no row twice.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pipelinerl_core.errors import BrokenRecord, ChecksumMismatch, MissingObject, SchemaMismatch
@@ -53,7 +53,6 @@ class RolloutTable:
         """Step -> its first rollout, which becomes a trace."""
 
     def has_row(self, step: int) -> bool:
-        """Whether rollouts of a step are in the table."""
         every = -(-self._steps // (MAX_STEPS - 1))
         return step > 0 and (step in (1, self._steps) or step % every == 0)
 
@@ -90,7 +89,7 @@ class RolloutTable:
             rollout.task[:MAX_CHARS],
             plain_text(rollout.prompt_token_ids, self._decode)[:MAX_CHARS],
             plain_text(rollout.completion_token_ids, self._decode)[:MAX_CHARS],
-            _versions(span.version for span in rollout.weight_spans),
+            ", ".join(map(str, dict.fromkeys(span.version for span in rollout.weight_spans))),
             None if mean_lag is None else round(mean_lag, 2),
             len(rollout.completion_token_ids),
             int((rollout.loss_mask & ~rollout.loss_mask_trained).sum()),
@@ -100,8 +99,3 @@ class RolloutTable:
             rollout.rollout_index,
             rollout.actor,
         ]
-
-
-def _versions(versions: Iterable[int]) -> str:
-    """Example: "3, 4, 5"."""
-    return ", ".join(map(str, dict.fromkeys(versions)))

@@ -251,8 +251,6 @@ def _options(values: Sequence[str], value: str) -> str:
     )
 
 
-# ---- one rollout ---------------------------------------------------------------------------------------------------
-
 COLOURS = ("version", "log-probability", "ratio", "advantage")
 """What the colours of tokens may tell."""
 

@@ -113,7 +113,7 @@ def _row(run: ListedRun) -> str:
         escape(run.owner),
         f'<span class="state {run.state}"><i class="key"></i>{run.state}</span>',
         steps if run.steps else "",
-        _number(run.reward, "{:.3f}"),
+        "" if run.reward is None else f"{run.reward:.3f}",
         " &rarr; ".join(f"{value:.3f}" for value in (run.held_out_first, run.held_out_last) if value is not None),
         f"{run.tokens:,}" if run.tokens else "",
         duration(run.seconds) if run.seconds else "",
@@ -123,7 +123,3 @@ def _row(run: ListedRun) -> str:
         age(run.created_at),
     ]
     return "".join(f"<td>{cell}</td>" for cell in cells)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)

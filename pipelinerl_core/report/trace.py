@@ -165,8 +165,6 @@ class TracedRun:
     def swaps(self) -> list[SwapRecord]:
         return [swap for commit in self.follower.commits.values() for swap in commit.swaps]
 
-    # ---- groups ------------------------------------------------------------------------------------------------
-
     def decision(self, group: int) -> tuple[Commit | None, FateRecord | None]:
         """The commit that decided a group, and its fate; None if no commit has decided the group."""
         for step in reversed(self.follower.commits):
@@ -261,8 +259,6 @@ class TracedRun:
             "step": commit.step if commit is not None else None, "num_rollouts": len(rows), **prompt,
         }  # fmt: skip
 
-    # ---- steps and versions ------------------------------------------------------------------------------------
-
     def step(self, commit: Commit) -> dict[str, Any]:
         """A step; `amount` is the sum of `TracedRow.amounts_C` over its rows."""
         rows = self.step_rows(commit)
@@ -302,8 +298,6 @@ class TracedRun:
                 for group, of_group in sorted(groups.items(), key=lambda item: -sum(row.amount for row in item[1]))
             ],
         }  # fmt: skip
-
-    # ---- rollouts and tokens -----------------------------------------------------------------------------------
 
     def rollout_line(self, row: TracedRow, amount: float) -> dict[str, Any]:
         """The figures of a rollout. amount: of the step."""
@@ -391,9 +385,6 @@ _STEP_METRICS = ("reward/mean", "train/loss", "train/grad_norm", "importance/ess
 
 def _share(amount: float, total: float) -> float | None:
     return amount / total if total > 0 else None
-
-
-# ---- text ----------------------------------------------------------------------------------------------------------
 
 
 def trace_lines(document: dict[str, Any]) -> list[str]:

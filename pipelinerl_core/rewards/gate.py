@@ -147,9 +147,6 @@ def _depth(answer: str) -> int:
     return deepest
 
 
-# ---- numbers, names and operations ------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Allowed:
     """Names and operations that a formula may use besides numbers and the four operations."""

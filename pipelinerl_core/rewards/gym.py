@@ -61,7 +61,7 @@ def reasoning_gym(text: str, task: Mapping[str, Any]) -> float | Evaluation:
     entry = {"answer": task["answer"], "metadata": _with_tuples(task["metadata"])}
     name = task["task"]
     gate = GATES[entry["metadata"]["source_dataset"] if name == COMPOSITE else name]
-    if gate == "list" and _is_known(answer, entry):
+    if gate == "list" and (answer == entry["answer"] or answer in entry["metadata"].get("valid_answers", ())):
         return _score(name, answer, entry)  # the scorer compares before it evaluates
     if not passes(gate, answer, entry):
         return 0.0
@@ -83,10 +83,6 @@ def tagged_answer(text: str) -> str:
             break
         answer, position = text[start:end], end + len(_CLOSING)
     return answer.strip()
-
-
-def _is_known(answer: str, entry: Mapping[str, Any]) -> bool:
-    return answer == entry["answer"] or answer in entry["metadata"].get("valid_answers", ())
 
 
 def _score(name: str, answer: str, entry: dict[str, Any]) -> float:

@@ -119,10 +119,7 @@ class Episode:
         for note in progress.notes:
             self._read(note)
 
-    # ---- what the environment asks for ---------------------------------------------------------------------------
-
     async def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], after: int) -> Reply | None:
-        """See `interfaces.EpisodeHost`."""
         if self._is_asking:
             raise EnvironmentFailed("ask was called before the previous ask had its reply")
         self._is_asking = True
@@ -132,18 +129,15 @@ class Episode:
             self._is_asking = False
 
     def record(self, key: str, value: Any) -> None:
-        """See `interfaces.EpisodeHost`."""
         self.once[key] = value
         self._progress.note(json.dumps(["once", key, value]))
 
     def describe(self, task: Any) -> None:
-        """See `interfaces.EpisodeHost`."""
         if not self.task:
             self.task = task_text(task)
             self._progress.note(json.dumps(["task", self.task]))
 
     def restart(self) -> None:
-        """See `interfaces.EpisodeHost`."""
         self._asked = 0
         self._is_spent = False
 
@@ -168,8 +162,6 @@ class Episode:
         reply = self._chat.reply(self._progress.completion().token_ids[turn.start : turn.end], turn.finish_reason)
         num_before = turn.start - turn.context if turn.context else len(self.prompt_token_ids) + turn.start
         return replace(reply, num_tokens_before=num_before, tokens_left=self._room(turn.context, turn.end))
-
-    # ---- turns ---------------------------------------------------------------------------------------------------
 
     def _given(
         self, index: int, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], after: int
@@ -271,8 +263,6 @@ class Episode:
                 self._progress.note(json.dumps(["end", turn.end, str(turn.finish_reason)]))
                 return
         raise EngineError(f"request {request.request_id} ended without a completion")
-
-    # ---- the whole -----------------------------------------------------------------------------------------------
 
     @property
     def prompt_token_ids(self) -> Int32Array:
@@ -405,14 +395,12 @@ class EpisodePlayer:
         return sample
 
     def episode(self, progress: Progress, *, request_id: str, sampler: Sampler) -> Episode:
-        """An episode, to be played with `play`."""
         return Episode(
             self._engine, self._chat, self.config, progress, request_id=request_id, sampler=sampler,
             counts=self.counts,
         )  # fmt: skip
 
     def group(self, prompt: Prompt, size: int) -> GroupScoring:
-        """The scoring of the `size` episodes of a prompt, for environments that score groups."""
         task = task_of(self.config, prompt)
         return GroupScoring(size, lambda transcripts: self._environments.score_group(task, transcripts))
 

@@ -63,7 +63,6 @@ class ErrorBudgets:
 
     @property
     def first_error(self) -> str | None:
-        """The first error of the first part that has one."""
         return next((budget.first_error for budget in self._budgets.values() if budget.first_error), None)
 
     @property

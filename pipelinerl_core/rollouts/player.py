@@ -100,7 +100,6 @@ class SingleTurns:
         self._codec = codec
 
     def begin(self, prompt: Prompt, size: int) -> Sample:
-        """See `Player.begin`."""
         prompt_token_ids = self._codec.encode(prompt)
 
         async def sample(index: int, request_id: str, sampler: Sampler, progress: Progress) -> Sampled:

@@ -43,7 +43,6 @@ class Commits(Mapping[int, Commit]):
         return self._keys
 
     def newest(self, num: int) -> list[Commit]:
-        """The newest `num` commits, by step."""
         return [self[step] for step in list(self._keys)[-num:]]
 
     def __getitem__(self, step: int) -> Commit:

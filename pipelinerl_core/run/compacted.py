@@ -54,7 +54,6 @@ class StepRange(NamedTuple):
 
     @property
     def commits_key(self) -> str:
-        """Key of the compacted commits."""
         return f"{COMPACTED_COMMITS_PREFIX}/{self._name}"
 
     @property
@@ -64,7 +63,6 @@ class StepRange(NamedTuple):
 
     @property
     def steps(self) -> range:
-        """The steps."""
         return range(self.first, self.last + 1)
 
     @property
@@ -80,7 +78,6 @@ class StepRange(NamedTuple):
         return cls(*map(int, match.groups()))
 
     def commit_keys(self) -> list[str]:
-        """The keys of the commits in it, by step."""
         return [commit_key(step, self.epoch) for step in self.steps]
 
 
@@ -91,7 +88,6 @@ class CommitListing(NamedTuple):
     files: list[StepRange]
 
     def keys(self) -> list[str]:
-        """The keys of all commits."""
         return sorted({*self.originals, *(key for file in self.files for key in file.commit_keys())})
 
 

@@ -59,7 +59,6 @@ class RunFollower:
         return next(iter(self.commits.newest(1)), None)
 
     def before(self, commit: Commit) -> Commit | None:
-        """The counting commit before this one."""
         steps = range(commit.step - 1, -1, -1)
         return next((self.commits[step] for step in steps if step in self.commits), None)
 

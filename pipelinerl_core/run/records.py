@@ -1,31 +1,4 @@
-"""The JSON objects of a run in the object store, and the key of every object (docs/storage.md).
-
-<root>/<run_id>/
-  run.json                               resolved configuration, seeds, code version, MLflow run id; written once
-  code/<sha256>.py                       the file of reward.function or environment.path
-  hub.json                               address and heartbeat of the hub; rewritten every second
-  control.json                           request to drain the run
-  epochs/<k>.json                        one per start of hub and trainer
-  marks/<key>/<name>                     writers of an object on a store without conditional PUT
-  rollouts/<actor>/<epoch>/<seq>.arrow   finished groups, all rows of a group in one segment
-  partials/<actor>/<epoch>/<seq>.arrow   growth of the rollouts of open groups
-  retired/<actor>/<epoch>                an actor life that never returns; all its groups are decided. Empty object
-  batches/<step>.<k>/<rank>.arrow        the rows as trained
-  quarantined/<step>.<k>/<try>.arrow     the rows of a step whose loss or gradient was not finite
-  weights/<version>.<k>/                 data first (WEIGHTS_FILE or ADAPTERS_FILE), manifest.json last
-  broadcasts/<number>.json               receivers and rendezvous of a broadcast from the trainer's memory
-  checkpoints/<step>.<k>/                state-<n>.safetensors: masters, moments, RNG; manifest.json last
-  commits/<step>.<k>.json                the commit of a step, which defines the run's state
-  compacted/commits/<a>-<b>.<k>.parquet  the commits of steps a to b of trainer epoch k, instead of the objects above
-  compacted/rollouts/<a>-<b>.<k>.parquet the rows of the groups that these commits decided
-  evals/<version>.json                   held-out accuracy of a version
-  evals/<version>.<set>.json             the same on a set of eval.sets, or on a part of a mixture
-  logs/<role>@<host>.json                on a remote store: the last lines of a role's log
-  roles/<role>-<name>.json               address of a live role's health and metrics; removed at the role's end
-  prediction.json                        speed and lag in closed form, if the machine is calibrated
-  garbage.json                           what the last `pipelinerl gc` would remove, for the next one
-  report.json report.html weights.parquet
-"""
+"""The JSON objects of a run in the object store, and the key of every object (docs/storage.md)."""
 
 import re
 from collections.abc import Mapping

@@ -130,9 +130,6 @@ def _tell(line: dict[str, Any]) -> None:
     os.write(STATUSES, json.dumps(line).encode() + b"\n")
 
 
-# ---- in the fork -------------------------------------------------------------------------------------------------
-
-
 def _run(limits: Limits) -> NoReturn:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     die_with_parent()

@@ -120,8 +120,6 @@ class ProgramSandbox:
             self._process.wait()
         os.close(self._statuses)
 
-    # ---- requests and statuses -----------------------------------------------------------------------------------
-
     async def _finish_cancelled(self) -> None:
         """Send and receive the bytes that a cancelled call has left."""
         await self._send()
@@ -177,8 +175,6 @@ class ProgramSandbox:
             errors=errors,
             cpu_seconds=status["cpu_seconds"],
         )
-
-    # ---- start ---------------------------------------------------------------------------------------------------
 
     def _start_in_bubblewrap(self) -> str:
         """Start with bubblewrap; returns why this is not possible, or nothing."""

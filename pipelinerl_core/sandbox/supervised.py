@@ -89,7 +89,6 @@ class SupervisedChild(ABC, Generic[R]):
 
     @property
     def num_requests(self) -> int:
-        """Requests without an answer."""
         return len(self._requests)
 
     async def close(self) -> None:
@@ -98,8 +97,6 @@ class SupervisedChild(ABC, Generic[R]):
             self._task.cancel()
             await asyncio.wait({self._task})  # bounded: the task ends within CLOSE_SECONDS
         self._fail_all(self.CLOSED)
-
-    # ---- for subclasses ------------------------------------------------------------------------------------------
 
     def _add(self, request: R) -> None:
         """Store a request under the id `_next_id`, and start a child if there is none. Subclasses remove requests."""
@@ -149,8 +146,6 @@ class SupervisedChild(ABC, Generic[R]):
     @abstractmethod
     async def _on_death(self, exit_code: int | None, bad_line: str) -> None:
         """Decide the requests of a child that was ready. bad_line: what was wrong with a line; empty: nothing."""
-
-    # ---- supervision ---------------------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
         try:

@@ -91,9 +91,6 @@ def _import_inner(code: str) -> None:
                 import_module(name)
 
 
-# ---- failures ----------------------------------------------------------------------------------------------------
-
-
 def is_own(file_name: str, file: str) -> bool:
     """Whether the name of a frame's file is the user's: `file`, or the name of a stored file, without directory."""
     return file_name == file or file_name[0] not in "/<"
@@ -119,9 +116,6 @@ def failure_line(error: BaseException, file: str = "") -> str:
         name, line, message = error.filename, error.lineno, error.msg
     text = f"{type(error).__name__}: {message[:200]}" if message else type(error).__name__
     return f"{text} ({os.path.basename(name)}:{line})"
-
-
-# ---- numbers -----------------------------------------------------------------------------------------------------
 
 
 def checked_components(result: Mapping[Any, Any], name: str) -> dict[str, float]:

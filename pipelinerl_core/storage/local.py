@@ -119,7 +119,6 @@ class FileStore:
         return sizes
 
     def discard(self, names: Iterable[str]) -> None:
-        """Remove results of `unfinished`."""
         for name in names:
             path = self._root / name
             if path.name.startswith(TEMPORARY_PREFIX) and _is_abandoned(path):

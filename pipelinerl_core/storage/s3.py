@@ -245,7 +245,6 @@ class S3Store:
             options["ContinuationToken"] = page["NextContinuationToken"]
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects one by one; missing objects are ignored."""
         for key in keys:
             try:
                 self._request("delete", key, "delete_object", **self._target(key))

@@ -100,7 +100,6 @@ class Fit:
     roles: tuple[RoleFit, ...]
 
     def lines(self) -> list[str]:
-        """The fit as text."""
         card = f"{self.card}, {_gb(self.card_bytes)}" if self.card_bytes else "unknown: set placement.gpu"
         number, unit = (1e9, "B") if self.num_parameters >= 1e9 else (1e6, "M")
         lines = [f"{self.model}: {self.num_parameters / number:.2f} {unit} parameters; GPU {card}"]

@@ -29,7 +29,6 @@ class LogDigest:
     """Newest warning or error, truncated."""
 
     def add(self, line: str) -> None:
-        """Count a line."""
         self.num_lines += 1
         level = level_of(line)
         if level == "WARNING":

@@ -197,7 +197,6 @@ class MlflowTracker:
 
     @property
     def room(self) -> int:
-        """Metrics that the buffer still takes."""
         return _MAX_BUFFERED - self._num_buffered
 
     def log(
@@ -283,8 +282,6 @@ class MlflowTracker:
         counts = {"metrics": self._num_buffered + self.num_lost, "files": len(self._files)}
         return " and ".join(f"{count} {name}" for name, count in counts.items() if count)
 
-    # ---- start -----------------------------------------------------------------------------------------------
-
     def _connect_now(self) -> None:
         try:
             is_local = urlsplit(self._uri).scheme.startswith("sqlite")
@@ -331,8 +328,6 @@ class MlflowTracker:
         if inputs:
             client.log_inputs(run_id, inputs)
         return client, run
-
-    # ---- writer thread ---------------------------------------------------------------------------------------
 
     def _write(self) -> None:
         is_away = False

@@ -1,10 +1,4 @@
-"""Serves /healthz, /readyz and /metrics of one process on separate threads.
-
-| path | 200 | 503 |
-|------|-----|-----|
-| /healthz | the main loop runs | the main loop hangs; the body says since when and in which operation |
-| /readyz  | the role does its work | the role does not work yet, or not now; the body says why |
-| /metrics | the text format of Prometheus | |
+"""Serves /healthz, /readyz (status 503 with the reason in the body if they do not hold) and /metrics of one process.
 
 The server accepts GET without parameters and has no password. The answers hold numbers and names, no text of rollouts
 or configuration.

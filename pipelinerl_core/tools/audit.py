@@ -131,8 +131,6 @@ class Audit:
             "accepted_losses": self.accepted_losses,
         }
 
-    # ---- commits, groups and rows ----------------------------------------------------------------------------
-
     def _check_lineage(self, epochs: Sequence[EpochRecord], commits: Mapping[int, str]) -> None:
         parents = {record.epoch: record.parent for record in epochs}
         for epoch, parent in parents.items():
@@ -269,8 +267,6 @@ class Audit:
                 self._fates[group_id] = "open"
         if self.lost:
             self._problem(f"{len(self.lost)} groups have no fate and are not open: {self.lost[:8]}")
-
-    # ---- objects ---------------------------------------------------------------------------------------------
 
     def _rows(self, commit: Commit) -> list[TrainingRow] | None:
         """The rows of a step, empty after a problem; None if `store.keep_rows` has removed them."""

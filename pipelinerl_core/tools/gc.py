@@ -1,18 +1,8 @@
-"""Garbage collection of a run's objects, also of a live run; the audit closes before and after.
+"""Garbage collection of a run's objects, also of a live run; the audit closes before and after (docs/storage.md).
 
 The first call notes what is garbage in garbage.json; a later call removes what was noted and still is garbage. So one
-wrong answer of a store cannot delete what a run needs. The last two classes do not depend on such answers.
-
-| class    | objects | removed |
-|----------|---------|---------|
-| orphans  | up to the newest commit: objects of trainers that died before a commit or were fenced | always |
-| checkpoints | all except the checkpoint of step 0 and the newest two (only the newest in a finished run) | always |
-| weights | durable versions beyond `weights.keep` (run/versions.py) | always |
-| partials | logs of decided groups; in a finished run all logs | always |
-| logs | copies of the last lines of a role from a host, if another host has newer ones | always |
-| rollouts | segments in which every group is decided; the trained rows are elsewhere, too | with --rollouts |
-| unfinished | at once: files and multipart uploads of killed writers | always |
-| shared_memory | at once: shared memory of this host, of runs under the same root that were killed | always |
+wrong answer of a store cannot delete what a run needs. What killed writers and runs have left (`unfinished`, shared
+memory) does not depend on such answers and is removed at once.
 
 Detection of a live run is not reliable: the hub may be restarting, a clock may be behind, the store may be slow.
 Therefore objects that a run may write when it continues from the newest commit are never garbage: objects of later

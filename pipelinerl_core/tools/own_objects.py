@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -123,11 +123,10 @@ def _is_literal(value: Any) -> bool:
 
 def _names(code: CodeType) -> set[str]:
     """Global names and attributes that code uses, with the code of functions in it."""
-    return {*code.co_names, *(name for inner in _inner(code) for name in _names(inner))}
-
-
-def _inner(code: CodeType) -> Iterator[CodeType]:
-    return (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return {
+        *code.co_names,
+        *(name for inner in code.co_consts if isinstance(inner, CodeType) for name in _names(inner)),
+    }
 
 
 def _stored(data: bytes, suffix: str) -> Path:

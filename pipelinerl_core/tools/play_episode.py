@@ -59,7 +59,6 @@ class ScriptedHost:
         self._is_task_shown = False
 
     async def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], after: int) -> Reply | None:
-        """See `interfaces.EpisodeHost`."""
         turn = len(self.turns)
         if turn and after != turn - 1:
             self._num_branches += 1
@@ -84,11 +83,9 @@ class ScriptedHost:
         return reply
 
     def describe(self, task: Any) -> None:
-        """See `interfaces.EpisodeHost`."""
         self._show(f"task: {json.dumps(task, ensure_ascii=False)}")
 
     def record(self, key: str, value: Any) -> None:
-        """See `interfaces.EpisodeHost`."""
         self.once[key] = value
 
     def restart(self) -> None:

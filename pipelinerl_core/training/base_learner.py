@@ -150,7 +150,6 @@ class BaseLearner(ABC):
         return published_weights(self._policy.model, self._config.learner.lora_scale, adapters_alone=is_alone)
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
-        """[C] trainer_logprobs of every completion token of each rollout, under the current weights."""
         return self._score(self._policy, rollouts)
 
     @torch.no_grad()

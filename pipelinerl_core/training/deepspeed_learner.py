@@ -119,7 +119,6 @@ class DeepSpeedLearner(BaseLearner):
         return global_norm
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
-        """[C] trainer_logprobs of every completion token of each rollout, under the current weights."""
         return self._score(self._engine, rollouts)
 
     @property
@@ -169,8 +168,6 @@ class DeepSpeedLearner(BaseLearner):
         torch.set_rng_state(tensors["rng.torch"])
         self.version = int(values["version"])
         self._rate.load_state(values)
-
-    # ---- DeepSpeed's parameters and optimizer state ------------------------------------------------------------
 
     def _chunks(self) -> Iterator[list[PublishedWeight]]:
         chunk: list[PublishedWeight] = []

@@ -106,7 +106,6 @@ class TorchLearner(BaseLearner):
             parameter.copy_(weight)
 
     def weights(self, targets: Mapping[str, Tensor]) -> None:
-        """See `interfaces.Learner`."""
         for weight in self._published():
             weight.copy_to(targets[weight.name])
 

@@ -88,13 +88,8 @@ def pack_loss(
 ) -> LossSums:
     """The loss of one pack from the output of the policy (weights `version`) and, if given, of a reference policy.
 
-    With a teacher the advantage A of each token becomes
-
-        reward_coefficient * A + teacher_coefficient * (teacher_logprob - trainer_logprob)
-
-    without a gradient: the last term is the gradient of the KL divergence of the policy from the teacher, by token.
-
-    With a value head the rows contain rewards R instead of advantages. The advantage is R - V without a gradient, and
+    With a teacher, the advantage of each token has its term (docs/algorithms.md), without a gradient. With a value
+    head the rows contain rewards R instead of advantages: the advantage is R - V without a gradient, and
     value_coefficient / 2 * sum(loss_weight * (V - R)^2) is added to the loss with a gradient.
     """
     values_N = output.values_N

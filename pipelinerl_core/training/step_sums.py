@@ -68,7 +68,6 @@ class StepSums:
     """Index of the row of each sequence of each pack."""
 
     def add(self, batch: PackedBatch, sums: LossSums, trainer_logprobs_N: Tensor, entropy_N: Tensor) -> None:
-        """Count one pack."""
         if batch.is_empty:
             return
         self.known["num_sampled"] += len(entropy_N)

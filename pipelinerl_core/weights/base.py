@@ -49,7 +49,6 @@ class BaseWeights:
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a weight, from the header of its file."""
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -103,7 +102,6 @@ class BaseWeights:
         return {name: merged[name] if name in merged else self.tensor(name).to(dtype) for name in self._file_of}
 
     def close(self) -> None:
-        """Close the files."""
         self._file_of = {}
         self._open_files.close()
 

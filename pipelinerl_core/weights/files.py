@@ -84,15 +84,6 @@ def take_snapshot(learner: Learner, memory: WeightMemory = private_memory) -> Sn
     return snapshot
 
 
-def snapshot_of(tensors: Mapping[str, Tensor], memory: WeightMemory = private_memory) -> Snapshot:
-    """A copy of some weights."""
-    note = tensors.note if isinstance(tensors, Adapters) else None
-    snapshot = lay_out(WeightLayout(metas_of(tensors), note), memory)
-    for name, target in snapshot.tensors.items():
-        target.copy_(tensors[name])
-    return snapshot
-
-
 def metas_of(tensors: Mapping[str, Tensor]) -> tuple[TensorMeta, ...]:
     """Name, type and shape of each tensor, sorted by name."""
     return tuple(

@@ -121,7 +121,6 @@ class SharedFiles:
         self._mapped: list[SharedFile] = []
 
     def path(self, version: int, epoch: int) -> Path:
-        """The file of a version."""
         return self._directory / f"{version:08d}.{epoch}.safetensors"
 
     def allocate(self, size: int) -> Region:

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from pipelinerl_core.models.resolve import load_config
-from pipelinerl_core.report.document import build_report
-from pipelinerl_core.report.html import render_report
 from pipelinerl_core.report.live_view import format_status, run_status
 from pipelinerl_core.run.history import counted_commit_keys, read_commit
 from pipelinerl_core.run.locate import create_run
@@ -17,6 +15,7 @@ from pipelinerl_core.run.records import EvalRecord, eval_key
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tools.replay import replay_run
 from tests.integration.pipeline import assert_closes, committed_steps, role, trained_groups, trained_rows
+from tests.synthetic_run import build_report, render_report
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -7,11 +7,11 @@ import time
 import pyarrow as pa
 import pytest
 
-from pipelinerl_core.data.codec import from_segment, origins_of
+from pipelinerl_core.data.codec import from_segment, structs_of
 from pipelinerl_core.data.partials import PartialReader
 from pipelinerl_core.run.history import counted_commit_keys, read_commit
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.types import PreviousHolder
+from pipelinerl_core.types import Origin, PreviousHolder
 from tests.integration.pipeline import assert_closes, committed_steps, make_run, role, trained_groups
 from tests.waiting import wait_for
 
@@ -35,7 +35,7 @@ def trained(url):
         for entry in read_commit(store, key).batches:
             batches = from_segment(store.get(entry.name))
             table = pa.Table.from_batches(batches)
-            origins = [row for batch in batches for row in origins_of(batch.column("origins"))]
+            origins = [row for batch in batches for row in structs_of(batch.column("origins"), Origin)]
             for row, origin in zip(table.to_pylist(), origins, strict=True):
                 yield {**row, "origins": origin}
 

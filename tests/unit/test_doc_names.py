@@ -6,7 +6,7 @@ from pathlib import Path
 from pipelinerl_core.config import known_keys
 
 ROOT = Path(__file__).parents[2]
-GENERATED = {"metrics.md", "gym_tasks.md", "combinations.md", "configuration.md", "cli.md", "schemas.md", "views.md"}
+GENERATED = {"metrics.md", "gym_tasks.md", "configuration.md", "cli.md", "schemas.md", "views.md"}
 """Pages that a command writes from the names themselves."""
 FOLDERS = ("pipelinerl_core", "flows", "tasks", "pipelinerl", "tests", "benchmarks", "infra")
 ENDINGS = {".py", ".toml", ".yaml", ".yml", ".sh", ".json", ".txt", ".env", ""}

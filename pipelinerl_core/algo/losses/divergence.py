@@ -9,11 +9,7 @@ def divergence(trainer_logprobs_M: Tensor, ref_logprobs_M: Tensor) -> Tensor:
     """[M] estimate of KL(trainer | reference) at each token: ref / trainer - log(ref / trainer) - 1, never negative.
 
     The k3 estimator (joschu.net/blog/kl-approx.html), with the gradient that GRPO gives it (arXiv:2402.03300, eq. 4).
-    With loss.kl_weighted the caller multiplies by the importance ratio r = trainer / rollout, with its gradient
-    (DeepSeek-V3.2, arXiv:2512.02556). With x = ref / trainer the gradient of r * (x - log x - 1) with respect to the
-    log-probability is r * log(trainer / ref). The mean of this gradient over tokens of the sampling policy is the
-    gradient of the divergence. The gradient of k3 alone, 1 - x, does not have this mean, not even on policy.
-
+    With loss.kl_weighted the caller multiplies by the importance ratio, with its gradient (docs/algorithms.md).
     The log ratio is clamped, so that a token that the policy has given up stays finite.
     """
     log_ratio_M = (ref_logprobs_M - trainer_logprobs_M).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

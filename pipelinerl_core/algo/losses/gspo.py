@@ -6,15 +6,11 @@ from pipelinerl_core.config.losses import GspoLoss
 
 
 def gspo(tokens: TrainedTokens, config: GspoLoss) -> LossSums:
-    """-surrogate(s, advantage), s = exp(mean log ratio of the rollout).
-
-    The mean is over the trained tokens of the rollout. Every token has the term of its rollout, so loss_weights of a
-    rollout that add up to 1 / rollouts (loss.normalization=sequence) give the paper's objective.
+    """-surrogate(s, advantage), s = exp(mean log ratio of the trained tokens of the rollout).
 
     This is the paper's GSPO-token: s has the value of GSPO, but the gradient reaches each token through the log ratio
     of this token. With equal advantages in a rollout this gradient equals GSPO's. With different advantages (of
-    turns, values or a teacher) the gradient of the mean would change the terms of all tokens equally, and so credit
-    every token with the mean advantage of the rollout.
+    turns, values or a teacher) the gradient of the mean would credit every token with the mean advantage.
     """
     log_ratio_M = tokens.sequence_means(tokens.log_ratio_M)
     log_ratio_M = log_ratio_M.detach() + (tokens.log_ratio_M - tokens.log_ratio_M.detach())

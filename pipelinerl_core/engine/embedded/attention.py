@@ -79,7 +79,6 @@ class SlotMemory:
                 store_SGLD[targets, :, :num_keys] = store_SGLD[sources, :, :num_keys]
 
     def clear(self) -> None:
-        """Release the memory."""
         self.keys.clear()
         self.values.clear()
 

@@ -93,8 +93,6 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         self._clock: StepClock | None = None
         self._num_steps = self._num_prefilled = self._num_reused = 0
 
-    # ---- the contract --------------------------------------------------------------------------------------------
-
     @property
     def weight_version(self) -> int:
         return self._version
@@ -186,8 +184,6 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         self._decoder.memory.clear()
-
-    # ---- the loop ------------------------------------------------------------------------------------------------
 
     def _enqueue(self, request: EngineRequest) -> SlotSequence:
         sequence = self._waiting[request.request_id] = SlotSequence(request)
@@ -334,8 +330,6 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         self._free_slots.remove(slot)
         heapq.heapify(self._free_slots)
         return slot
-
-    # ---- ends and swaps ------------------------------------------------------------------------------------------
 
     def _emit(self, sequence: SlotSequence, reason: FinishReason | None = None) -> Completion | None:
         whole = sequence.prior_tokens() if sequence.slot is None else self._table.completion(sequence.slot)

@@ -95,7 +95,6 @@ class SlotTable:
         self._temperature[slot] = self._top_p[slot] = 1.0
 
     def move(self, source: int, target: int) -> None:
-        """Move a sequence from slot `source` to the free slot `target`, and free `source`."""
         for array in (
             self._token_ids_SL, self._logprobs_SL, self._prompt_len, self.num_known, self.num_fed, self._limit,
             self._temperature, self._top_p, self._key, self.is_running,

@@ -215,7 +215,6 @@ class VLLMCore:
             await asyncio.sleep(0.001)
 
     async def abort(self, request_ids: Iterable[str]) -> None:
-        """Abort requests; each request ends with an output with reason ABORT."""
         await self._submitted()
         await self._call(self.llm.abort(list(request_ids)))
 

@@ -65,8 +65,6 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
         self._limit = ConcurrencyLimit(slots, now=time.monotonic(), num_preemptions=self._num_preemptions())
         self._order = itertools.count()
 
-    # ---- the contract --------------------------------------------------------------------------------------------
-
     @property
     def weight_version(self) -> int:
         return self._keeper.version
@@ -179,8 +177,6 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
             await self._keeper.core.abort(core_ids)
         await self._keeper.close()
 
-    # ---- one request ---------------------------------------------------------------------------------------------
-
     def _enqueue(self, request: EngineRequest) -> VLLMSequence:
         sequence = self._waiting[request.request_id] = VLLMSequence(request, next(self._order))
         sequence.task = asyncio.create_task(self._serve(sequence), name=f"vllm-{request.request_id}")
@@ -242,8 +238,6 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
         self._num_tokens += len(output.token_ids)
         sequence.add(output)
 
-    # ---- the queue -----------------------------------------------------------------------------------------------
-
     def _admit(self) -> None:
         """Start waiting sequences in order of arrival, as far as concurrency limit and weight version allow."""
         if not self._waiting or not self._keeper.is_open or self._drained is not None or self._failure is not None:
@@ -303,8 +297,6 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
         if self._drained is not None and not self._running:
             self._drained.set()
         self._admit()
-
-    # ---- swaps and ends ------------------------------------------------------------------------------------------
 
     async def _requeue_unstarted(self) -> None:
         """In a pause: return sequences without a new token to the queue, so that they start under the new weights.

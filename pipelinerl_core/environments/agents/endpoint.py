@@ -112,8 +112,6 @@ class Endpoint:
         if self._turns:
             await asyncio.wait({self._turns[-1].asking})
 
-    # ---- requests ------------------------------------------------------------------------------------------------
-
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -223,8 +221,6 @@ class Endpoint:
             return None
         candidates = [*self._turns[-1:], *(turn for turn in self._turns if not turn.asking.done())]
         return next((turn for turn in candidates if turn.digest == digest), None)
-
-    # ---- turns ---------------------------------------------------------------------------------------------------
 
     def _history(self, messages: Any) -> list[Mapping[str, Any]]:
         """The messages for `ask`: plain texts, and turns that the endpoint has answered after these very messages as

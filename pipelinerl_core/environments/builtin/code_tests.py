@@ -41,7 +41,6 @@ class Tests:
 
     @property
     def all(self) -> Sequence[StdinTest | Call]:
-        """All tests."""
         return self.calls if self.function else self.stdin
 
 

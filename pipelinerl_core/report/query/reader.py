@@ -68,8 +68,6 @@ class RunReader:
         """Step -> commit that counts."""
         return read_commits(self.store)
 
-    # ---- rows ----------------------------------------------------------------------------------------------------
-
     def stored_rows(self) -> list[ds.Dataset]:
         """Datasets with the columns STORED_ROWS: the rows of compacted/rollouts/ and of the batches of newer steps.
 
@@ -134,8 +132,6 @@ class RunReader:
         if missing := [key for key in named if key not in present]:
             raise MissingObject(f"{missing[0]} is not in {self.store.url}, and its rows are not compacted")
         return named
-
-    # ---- records -------------------------------------------------------------------------------------------------
 
     def runs(self) -> Iterator[dict[str, Any]]:
         """One row: the run as `pipelinerl runs --json` has it."""

@@ -23,7 +23,6 @@ class BroadcastSubscriber:
 
     @property
     def group(self) -> int:
-        """Number of the broadcast group that the engine has joined, 0 for none."""
         return self._receiver.group
 
     def should_swap(self, manifest: WeightManifest, version: int) -> bool:

@@ -38,7 +38,6 @@ class ActorEvaluation:
             self._task = tasks.create_task(self._run(due))
 
     def cancel(self) -> None:
-        """Cancel the evaluation that is running."""
         if self._task is not None:
             self._task.cancel()
 

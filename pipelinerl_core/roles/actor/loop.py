@@ -198,8 +198,6 @@ class Actor:
             return False
         return True
 
-    # ---- sync ------------------------------------------------------------------------------------------------
-
     async def _sync_loop(self, tasks: asyncio.TaskGroup, stop: threading.Event) -> None:
         loop = asyncio.get_running_loop()
         want = 0  # request no lease before the newest weights are loaded
@@ -337,8 +335,6 @@ class Actor:
                 self._leases[lease.lease_id] = lease
                 self._tasks[lease.lease_id] = tasks.create_task(self._work(lease))
 
-    # ---- groups ----------------------------------------------------------------------------------------------
-
     async def _work(self, lease: Lease) -> None:
         leased_at = time.time()
         try:
@@ -409,8 +405,6 @@ class Actor:
         offered = [offer for offer in self._sealer.lease_refs() if offer.lease_id not in self._leases]
         leases = (*held, *offered)
         return Register(role="actor", name=self._name, epoch=self._epoch, tokens=self._tokens, leases=leases)
-
-    # ---- weights ---------------------------------------------------------------------------------------------
 
     async def _swap_loop(self) -> None:
         failures = 0  # in a row

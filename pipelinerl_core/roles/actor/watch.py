@@ -90,7 +90,6 @@ class ActorWatch:
         metrics.observe("actor_scoring_seconds", max(0.0, scoring))
 
     def answered(self, ref: GroupRef, answer: Answer) -> None:
-        """The hub has answered a group."""
         known = answer.code if isinstance(answer, Refused) else "accepted"
         label = known if known in ("accepted", "stale_lease") else "other"
         self._monitor.metrics.add("actor_groups_total", label=label)

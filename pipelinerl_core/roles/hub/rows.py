@@ -109,7 +109,6 @@ class RowMemory:
         self.make_room()
 
     def keep_only(self, needed: AbstractSet[GroupKey]) -> None:
-        """Drop the rows of all groups that are not in `needed`."""
         for key in self._rows.keys() - needed:
             self._drop(key)
 

@@ -90,8 +90,6 @@ class Hub:
         """Pauses of recent swaps, seconds."""
         self.num_swaps = 0
 
-    # ---- for the process -------------------------------------------------------------------------------------
-
     @property
     def is_finished(self) -> bool:
         """Whether the last step is committed."""
@@ -111,7 +109,6 @@ class Hub:
 
     @property
     def has_trainer_registered(self) -> bool:
-        """Whether a trainer has registered with this hub."""
         return self._trainer.has_registered
 
     @property
@@ -152,8 +149,6 @@ class Hub:
         with self._changed:
             return query(self._ledger)
 
-    # ---- HubService ------------------------------------------------------------------------------------------
-
     def connected(self, peer: str, request_sync: Callable[[], None]) -> None:
         """Add a peer whose exchange has opened; the peer registers next."""
         with self._changed:
@@ -168,7 +163,6 @@ class Hub:
     def handle(
         self, peer: str, request: Request, rows: pa.RecordBatch | None
     ) -> Iterator[tuple[Answer, RowSlice | None]]:
-        """The answers to one request, in order."""
         if isinstance(request, Rows):
             yield from self._trainer.send_rows(request)
         elif isinstance(request, Reserve):
@@ -196,8 +190,6 @@ class Hub:
                 return self._bye(peer, request)
             case _:
                 raise TypeError(f"no handler for {request.kind}")
-
-    # ---- actors ----------------------------------------------------------------------------------------------
 
     def _register(self, peer: str, request: Register) -> Answer:
         actor = None

@@ -32,7 +32,6 @@ class Task:
         return SingleTurns(engine, self.scorer, self.codec, self.config)
 
     async def close(self) -> None:
-        """End the processes."""
         if self.environments is not None:
             await self.environments.close()
         if self.scorer is not None:

@@ -47,7 +47,6 @@ class ActorTraces:
         self._open: dict[GroupKey, tuple[float, float]] = {}
 
     def finished(self, lease: Lease, rollouts: Sequence[Rollout], leased_at: float, now: float) -> None:
-        """All rollouts of a lease have ended and are scored."""
         if not self._tracer.wants(lease.group_id):
             return
         self._open[lease.group_id, lease.attempt] = (leased_at, now)

@@ -36,10 +36,6 @@ def joined_groups(actors: Mapping[str, ActorSample], *, silent_seconds: float) -
     return {name: group for name, (_, group) in newest_groups.items()}
 
 
-def _own_address(config: RunConfig) -> str:
-    return "127.0.0.1" if config.placement.kind == "local" else socket.gethostname()
-
-
 class BroadcastPublisher:
     """Publishes versions by broadcast if every active actor can receive them, else as WeightPublisher does."""
 
@@ -50,7 +46,8 @@ class BroadcastPublisher:
             store,
             epoch=epoch,
             workers_per_actor=config.engine.tensor_parallel * config.engine.data_parallel,
-            host=config.weights.broadcast_host or _own_address(config),
+            host=config.weights.broadcast_host
+            or ("127.0.0.1" if config.placement.kind == "local" else socket.gethostname()),
             deadline_seconds=config.weights.broadcast_seconds,
             on_gpu=model_device(config).type == "cuda",
         )
@@ -92,7 +89,6 @@ class BroadcastPublisher:
         return self._store_newest()
 
     def close(self) -> None:
-        """Close the broadcast group."""
         self._broadcaster.close()
 
     def _store_newest(self) -> WeightManifest:

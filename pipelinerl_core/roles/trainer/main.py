@@ -153,8 +153,6 @@ class Trainer:
             self._uploads.shutdown(wait=False, cancel_futures=True)
             self._link.close()
 
-    # ---- start -----------------------------------------------------------------------------------------------
-
     def _adopt(self, commits: dict[int, str]) -> None:
         commit = adopt(self._store, self._learner, commits, self._config, self._watch.replayed)
         self._committer.adopt(commit)
@@ -222,8 +220,6 @@ class Trainer:
             committed_step=newest.step if newest else -1,
             manifest=newest.manifest if newest else None,
         )
-
-    # ---- one step --------------------------------------------------------------------------------------------
 
     def _step(self, step: int, stop: threading.Event) -> None:
         while not stop.is_set() and not self._try_step(step, stop):

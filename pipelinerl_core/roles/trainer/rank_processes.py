@@ -56,7 +56,6 @@ class RankProcesses:
         return {rank: code for rank, process in self._processes.items() if (code := process.poll())}
 
     def have_ended(self) -> bool:
-        """Whether all ranks have ended."""
         return all(process.poll() is not None for process in self._processes.values())
 
     def wait(self, seconds: float) -> None:

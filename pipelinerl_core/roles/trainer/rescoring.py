@@ -79,7 +79,6 @@ class KeptVersions:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the kept versions."""
         return sum(weight.nbytes for weights in self._kept.values() for weight in weights.values())
 
 
@@ -243,8 +242,6 @@ class Rescoring:
         gaps_N = np.concatenate(gaps)
         return {"policy/kl_start": float((np.exp(gaps_N) - gaps_N - 1).mean())}
 
-    # ---- which rollouts --------------------------------------------------------------------------------------
-
     def _choose(self, version: int, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The due share, of rollouts whose first version is available; actors that were compared long ago first."""
         share = self._config.trainer.rescore_share * len(rollouts)
@@ -268,8 +265,6 @@ class Rescoring:
 
     def _is_available(self, wanted: int, version: int) -> bool:
         return wanted == version or wanted in self._kept
-
-    # ---- scores ----------------------------------------------------------------------------------------------
 
     def _score(self, version: int, rollouts: Sequence[Rollout]) -> list[dict[int, Float32Array]]:
         """Of each rollout: version -> log-probabilities of its tokens up to the last one of that version.
@@ -314,8 +309,6 @@ class Rescoring:
                 kind.append(_difference(rollout.rollout_logprobs[start:end][mask], scored))
                 if span.version != version:
                     differences.staleness.append(_difference(scores[version][start:end][mask], scored))
-
-    # ---- results ---------------------------------------------------------------------------------------------
 
     def _judge(self, version: int, by_actor: Mapping[str, _Differences]) -> dict[str, RescoredActor]:
         self._measure({actor: _joined_versions(differences.mismatch) for actor, differences in by_actor.items()})

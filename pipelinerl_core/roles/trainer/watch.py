@@ -31,7 +31,6 @@ class TrainerWatch:
         self._monitor.heartbeat(f"waiting for the groups of step {step}")
 
     def computing(self, step: int) -> None:
-        """A step begins."""
         self._monitor.heartbeat(f"computing step {step}")
 
     def replayed(self, step: int, last: int) -> None:

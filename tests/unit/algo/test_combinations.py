@@ -4,23 +4,12 @@ import inspect
 import random
 import textwrap
 from itertools import chain, combinations, islice
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from pipelinerl_core.algo import advantages, shaping, staleness, weighting
-from pipelinerl_core.algo.combinations import (
-    AXES,
-    OPTIONS,
-    accepts_key,
-    all_combinations,
-    as_markdown,
-    base_of,
-    refusal,
-    values_of,
-)
 from pipelinerl_core.algo.logprobs import _log_softmax
 from pipelinerl_core.algo.losses import LOSSES, TrainedTokens, compute_loss
 from pipelinerl_core.algo.losses.decoupled import proximal_logprobs
@@ -30,6 +19,15 @@ from pipelinerl_core.batching import assemble, collate, pack
 from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.ledger import order
 from pipelinerl_core.training.policy import pack_loss
+from tests.unit.algo.combinations import (
+    AXES,
+    OPTIONS,
+    accepts_key,
+    all_combinations,
+    base_of,
+    refusal,
+    values_of,
+)
 from tests.unit.algo.objective_case import config_of, measured, random_case, wanted
 
 KINDS = AXES["loss.kind"]
@@ -192,9 +190,3 @@ def test_each_error_of_a_list_is_found(monkeypatch, function, text, error):
     tried = chain.from_iterable(zip(*map(draws, KINDS), strict=True))  # of each loss in turn
     errors = (error_of(settings, seed) for seed, settings in enumerate(islice(tried, 1000)))
     assert any(not error <= TOLERANCE for error in errors)
-
-
-def test_the_page_equals_the_output_of_the_command():
-    assert Path("docs/combinations.md").read_text(encoding="utf-8") == as_markdown(), (
-        "run python -m pipelinerl_core.algo.combinations > docs/combinations.md"
-    )

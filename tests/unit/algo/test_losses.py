@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl_core.algo.importance import MAX_LOG_RATIO, ess, sequence_log_ratios
+from pipelinerl_core.algo.importance import MAX_LOG_RATIO, EssTerms, ess_terms, sequence_log_ratios, total_ess
 from pipelinerl_core.algo.losses import LOSSES, LossSums, compute_loss, select
 from pipelinerl_core.config.losses import (
     CispoLoss,
@@ -39,6 +39,10 @@ CONFIGS = [
     SequenceProductLoss(ratio_max=1.5),
     SequenceProductLoss(ratio_max=1.5, masks=True),
 ]
+
+
+def ess(log_weights_N):
+    return total_ess([EssTerms(*ess_terms([log_weights_N]).tolist())])
 
 
 def compute(config, trainer, rollout, advantages, weights, mask, sequence=SEQUENCES, entropy=None) -> LossSums:

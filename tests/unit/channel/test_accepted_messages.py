@@ -57,10 +57,11 @@ from pipelinerl_core.telemetry.metrics import step_metrics
 from pipelinerl_core.telemetry.mlflow import MlflowTracker
 from pipelinerl_core.telemetry.role_metrics import runs_exposition
 from pipelinerl_core.types import NO_STEP
-from pipelinerl_core.weights.files import entry_of, snapshot_of
+from pipelinerl_core.weights.files import entry_of
 from tests.builders import put_epoch, put_run, sync_message
 from tests.fakes import MemoryStore
 from tests.rollout_rows import build_group
+from tests.snapshots import snapshot_of
 
 CONFIG = build_config(
     {

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.learning import replace_section
 from pipelinerl_core.comparison.budget import Budget, dropped_lines
 from pipelinerl_core.comparison.plan import Wanted, incomplete_runs, is_complete, plan_comparison, plan_sweep
 from pipelinerl_core.comparison.results import HTML_KEY, JSON_KEY, SVG_KEY, Results
 from pipelinerl_core.config.arm import Arm
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.report.markdown import replace_section
 from pipelinerl_core.run.locate import create_run, run_url
 from pipelinerl_core.run.records import REPORT_JSON_KEY, EvalRecord, commit_key, eval_key
 from pipelinerl_core.storage.object_store import open_store

@@ -5,10 +5,8 @@ import pytest
 from pipelinerl_core.emulation.report_lines import emulation
 from pipelinerl_core.messages import ActorSample
 from pipelinerl_core.models.resolve import build_config
-from pipelinerl_core.report.document import build_report
-from pipelinerl_core.report.html import render_report
 from pipelinerl_core.run.records import RUN_KEY, RunRecord
-from tests.synthetic_run import START, Shape, make_commit, put_record, write_run
+from tests.synthetic_run import START, Shape, build_report, make_commit, put_record, render_report, write_run
 
 
 def settings(kind="pipeline"):

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from infra.reference import PAGES
 from pipelinerl.flows.cli.config import every_key
-from pipelinerl.flows.cli.reference import PAGES
 
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_generated_page_is_that_of_the_code(page):
-    assert (ROOT / "docs" / "reference" / page).read_text() == PAGES[page](), "run make docs-reference"
+    assert (ROOT / "docs" / page).read_text() == PAGES[page](), "run make docs-reference"
 
 
 def test_the_bounds_of_a_key_are_in_words():

@@ -1,17 +1,13 @@
 """Options and levels of the tasks of reasoning-gym; the page that lists them."""
 
-from pathlib import Path
-
 import pytest
 
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.rewards import gym as scorer
-from pipelinerl_core.tools.gym_tasks_page import page
 
 GYM = "prompts.kind=reasoning_gym"
-PAGE = Path(__file__).parents[3] / "docs" / "gym_tasks.md"
 OPTIONS_OF_CHAIN_SUM = (
     r"Options of chain_sum: min_terms \(int, 2\), max_terms \(int, 6\), min_digits \(int, 1\), max_digits \(int, 4\)"
 )
@@ -74,7 +70,3 @@ def test_the_scorer_gets_the_options_of_the_task(monkeypatch):
     assert scorer._dataset("chain_sum").config.max_terms == 3
     assert scorer._dataset("gcd").config.max_numbers == 4
     scorer._dataset.cache_clear()
-
-
-def test_the_page_lists_every_task_with_its_gate_and_its_options():
-    assert page() == PAGE.read_text(), "python -m pipelinerl_core.tools.gym_tasks_page > docs/gym_tasks.md"

@@ -11,13 +11,12 @@ from pipelinerl_core.report.advice import (
     quarantine_advice,
     refused_advice,
 )
-from pipelinerl_core.report.document import build_report
 from pipelinerl_core.report.live_view import status_of
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.records import Commit
 from pipelinerl_core.types import LengthTotals
 from tests.builders import commit_record
-from tests.synthetic_run import Shape, make_commit, write_run
+from tests.synthetic_run import Shape, build_report, make_commit, write_run
 
 
 def config(**schedule) -> dict:

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from pipelinerl_core.report.diagnosis import Finding, diagnose, text_decoder
-from pipelinerl_core.report.document import build_report
 from pipelinerl_core.report.facts import RunFacts, TrainedRollout, newest_facts, step_facts
-from pipelinerl_core.report.html import render_report
 from pipelinerl_core.report.live_view import format_status, run_status
 from pipelinerl_core.report.query.database import Database, stores_of
 from pipelinerl_core.run.commits import read_commits
@@ -21,7 +19,7 @@ from pipelinerl_core.run.records import EvalRecord
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.types import FinishReason, TurnSpan, WeightSpan
 from tests.builders import commit_record, run_record
-from tests.synthetic_run import Shape, write_run
+from tests.synthetic_run import Shape, build_report, render_report, write_run
 
 STEPS, GROUPS, SIZE = range(3, 11), 4, 4
 

@@ -10,8 +10,8 @@ from pipelinerl_core.data.codec import from_segment, to_segment
 from pipelinerl_core.errors import SchemaMismatch
 from pipelinerl_core.messages import ActorSample, SwapRecord
 from pipelinerl_core.report import utilization
-from pipelinerl_core.report.document import build_report, write_weights_table
-from pipelinerl_core.report.html import render_report
+from pipelinerl_core.report.document import weights_table
+from pipelinerl_core.report.facts import collect
 from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.records import RUN_KEY, WEIGHTS_TABLE_KEY, EvalRecord, commit_key, eval_key
 from pipelinerl_core.storage.digests import entry_of
@@ -19,10 +19,12 @@ from tests.builders import put_epoch, run_record
 from tests.synthetic_run import (
     TRAINER_EPOCH,
     Shape,
+    build_report,
     make_commit,
     make_rollout,
     put_batch,
     put_record,
+    render_report,
     training_row,
     write_run,
 )
@@ -316,7 +318,7 @@ def test_a_run_without_a_step_has_a_report(store):
 
 
 def test_weights_table_by_hand(store, two_step_run):
-    write_weights_table(store)
+    store.put(WEIGHTS_TABLE_KEY, weights_table(collect(store)))
     rows = pq.read_table(pa.BufferReader(store.get(WEIGHTS_TABLE_KEY))).to_pylist()
     keys = ["version", "actor", "pause_seconds", "bytes", "tokens_sampled", "tokens_trained"]
     assert [tuple(row[key] for key in keys) for row in rows] == [

@@ -14,7 +14,7 @@ from pipelinerl.flows.cli.training import summary
 from pipelinerl_core.prompts.sums import total
 from pipelinerl_core.report import charts, figures
 from pipelinerl_core.report.facts import collect
-from pipelinerl_core.report.html import duration, render_report, write_report
+from pipelinerl_core.report.html import duration, write_report
 from pipelinerl_core.run.records import (
     REPORT_HTML_KEY,
     REPORT_JSON_KEY,
@@ -34,6 +34,7 @@ from tests.synthetic_run import (
     make_rollout,
     put_batch,
     put_record,
+    render_report,
     training_row,
     write_run,
 )

@@ -9,13 +9,12 @@ import pytest
 from rich.console import Console
 
 from pipelinerl_core.report import live_view
-from pipelinerl_core.report.document import build_report
 from pipelinerl_core.report.live_view import LiveView, format_status, run_status, sparkline, status_line, status_of
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.records import HUB_KEY
 from tests.builders import hub_record
 from tests.fakes import MemoryStore
-from tests.synthetic_run import START, Shape, put_record, write_run
+from tests.synthetic_run import START, Shape, build_report, put_record, write_run
 
 LIVE = {
     "newest_version": 4,

@@ -25,7 +25,6 @@ from pipelinerl_core.errors import Fenced, PipelineRLError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import FateRecord
 from pipelinerl_core.models.resolve import build_config
-from pipelinerl_core.report.document import build_report
 from pipelinerl_core.report.live_view import run_status
 from pipelinerl_core.roles.actor.main import take_life
 from pipelinerl_core.roles.hub.recovery import read_stored_state
@@ -47,7 +46,7 @@ from tests.fake_s3 import OUTAGES, Answer, serving
 from tests.fakes import MemoryStore
 from tests.models import publish
 from tests.rollout_rows import build_rollout
-from tests.synthetic_run import put_batch, training_row
+from tests.synthetic_run import build_report, put_batch, training_row
 
 pytestmark = pytest.mark.slow
 

@@ -1,18 +1,18 @@
 """Step metrics against numbers worked out by hand, and their declarations."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from infra.reference import metrics_page
 from pipelinerl_core.errors import StoreError
 from pipelinerl_core.report.live_view import run_status
 from pipelinerl_core.run.follow import Forwarder, RunFollower
 from pipelinerl_core.run.records import commit_key
 from pipelinerl_core.telemetry import measures
-from pipelinerl_core.telemetry.metrics import METRICS, Metric, as_markdown, short_key, step_metrics
+from pipelinerl_core.telemetry.metrics import METRICS, Metric, short_key, step_metrics
 from pipelinerl_core.telemetry.role_metrics import runs_exposition
 from pipelinerl_core.types import NO_STEP, RewardComponent, TurnSpan, WeightSpan
 from tests.synthetic_run import (
@@ -119,7 +119,7 @@ def test_a_metric_that_is_declared_and_computed_is_in_mlflow_prometheus_and_the_
     assert (
         f'pipelinerl_policy_temperature_nats{{run="{status["run_id"]}"}} 0.75' in runs_exposition([status]).decode()
     )
-    assert "| `policy/temperature` | nats | mean over" in as_markdown()
+    assert "| `policy/temperature` | nats | mean over" in metrics_page()
 
 
 def test_two_spans_of_one_version_are_one_version():
@@ -138,9 +138,3 @@ def test_quantile_of_counts_is_the_smallest_value_that_covers_the_share():
     assert measures.quantile_of_counts(counts_L, 0.99) == 0
     assert measures.quantile_of_counts(counts_L, 0.991) == 2
     assert measures.quantile_of_counts(np.array([], dtype=np.int64), 0.5) == 0
-
-
-def test_docs_list_the_declared_metrics():
-    assert Path("docs/metrics.md").read_text(encoding="utf-8") == as_markdown(), (
-        "run python -m pipelinerl_core.telemetry.metrics > docs/metrics.md"
-    )

@@ -22,11 +22,11 @@ from pipelinerl_core.run.records import ADAPTERS_FILE, CheckpointRef, commit_key
 from pipelinerl_core.training.lora import trained_parameters
 from pipelinerl_core.weights.base import BaseWeights
 from pipelinerl_core.weights.checkpoint import save_checkpoint
-from pipelinerl_core.weights.files import parse, snapshot_of, take_snapshot
+from pipelinerl_core.weights.files import parse, take_snapshot
 from pipelinerl_core.weights.publish import WeightPublisher
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.builders import commit_record, put_epoch
-from tests.models import file_of, published_by, tiny_model
+from tests.models import file_of, published_by, snapshot_of, tiny_model
 from tests.synthetic_run import put_record
 from tests.unit.roles.actor.actor_case import Engine, Link, actor, turns
 from tests.waiting import until

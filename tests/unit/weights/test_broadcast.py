@@ -17,8 +17,9 @@ from pipelinerl_core.weights.broadcast import (
     WeightBroadcaster,
     read_group,
 )
-from pipelinerl_core.weights.files import metas_of, snapshot_of
+from pipelinerl_core.weights.files import metas_of
 from pipelinerl_core.weights.subscribe import WeightSubscriber
+from tests.snapshots import snapshot_of
 from tests.unit.weights.gloo_case import JOIN_POINTS, broadcast_publisher, connect, join_until, receive
 from tests.waiting import wait_for
 

@@ -16,8 +16,8 @@ from pipelinerl_core.interfaces import BroadcastGroup, TensorMeta, WeightUpdate
 from pipelinerl_core.roles.actor.broadcast_subscriber import BroadcastSubscriber
 from pipelinerl_core.types import EngineRequest, FinishReason, Sampler, WeightSpan
 from pipelinerl_core.weights.broadcast import read_group
-from pipelinerl_core.weights.files import snapshot_of
 from pipelinerl_core.weights.subscribe import WeightSubscriber
+from tests.snapshots import snapshot_of
 from tests.unit.weights.gloo_case import broadcast_publisher, connect, receive
 
 DEADLINE_SECONDS = 60.0

@@ -22,11 +22,11 @@ from pipelinerl_core.run.history import counted_commit_keys, read_commit, take_e
 from pipelinerl_core.run.records import commit_key
 from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.types import FileEntry
-from pipelinerl_core.weights.files import snapshot_of
 from pipelinerl_core.weights.memory import private_memory
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.builders import put_commit, put_epoch
 from tests.fakes import MemoryStore
+from tests.snapshots import snapshot_of
 from tests.waiting import wait_for
 
 WEIGHTS = {"w": torch.arange(4.0)}
