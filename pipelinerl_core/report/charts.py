@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 from html import escape
 from importlib import resources
 
+import numpy as np
+
+MAX_POINTS = 400
+"""Of a line; a line with more is unreadable."""
 Point = tuple[float, float]
 Format = Callable[[float], str]
 
@@ -201,6 +205,21 @@ def area_chart(
         parts.append(f'<polygon class="fill {css}" points="{points}"><title>{escape(text)}</title></polygon>')
         floor = roof
     return _svg(title, parts, _HEIGHT)
+
+
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """Centred moving mean over a twentieth of the points, shorter at the ends."""
+    half = len(points) // 40
+    values = [y for _, y in points]
+    return [
+        (x, float(np.mean(values[max(0, index - half) : index + half + 1]))) for index, (x, _) in enumerate(points)
+    ]
+
+
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """At most MAX_POINTS, evenly spaced, with the last point."""
+    stride = max(1, -(-len(points) // MAX_POINTS))
+    return [*points[:-1:stride], *points[-1:]]
 
 
 def _bounds(values: Sequence[float], axis: Axis) -> tuple[float, float]:

@@ -7,14 +7,12 @@ from html import escape
 import numpy as np
 
 from pipelinerl_core.report import charts
-from pipelinerl_core.report.charts import Axis, Lane, Point, Series
+from pipelinerl_core.report.charts import MAX_POINTS, Axis, Lane, Point, Series, smooth, thinned
 from pipelinerl_core.report.document import swaps_of, total_lags
 from pipelinerl_core.report.facts import RunFacts, StepFacts
 from pipelinerl_core.report.utilization import stretches, wait_seconds
 from pipelinerl_core.run.records import Commit, EvalRecord
 
-# A line with more points than this is unreadable.
-_MAX_POINTS = 400
 # Optimizer steps on the timeline: few enough for each pause to be visible.
 _TIMELINE_STEPS = 10
 _MAX_BARS = 30
@@ -156,7 +154,7 @@ def effective_sample_size(facts: RunFacts) -> str:
 def ledger_over_steps(facts: RunFacts) -> str:
     """Share of the tokens generated so far per class, at the reservation of each step."""
     commits = [commit for commit in facts.trained_commits if commit.tokens.get("generated")]
-    commits = [*commits[: -1 : max(1, -(-len(commits) // _MAX_POINTS))], *commits[-1:]]
+    commits = [*commits[: -1 : max(1, -(-len(commits) // MAX_POINTS))], *commits[-1:]]
     names = {name for commit in commits for name, num in commit.tokens.items() if num} - {"generated"}
     order = [name for name in LEDGER_CSS if name in names] + sorted(names - LEDGER_CSS.keys())
     layers = [
@@ -285,24 +283,9 @@ def _learning(
     return charts.line_chart(title, series, axis, _reward_axis("reward", values))
 
 
-def smooth(points: Sequence[Point]) -> list[Point]:
-    """Centred moving mean over a twentieth of the points, shorter at the ends."""
-    half = len(points) // 40
-    values = [y for _, y in points]
-    return [
-        (x, float(np.mean(values[max(0, index - half) : index + half + 1]))) for index, (x, _) in enumerate(points)
-    ]
-
-
-def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most _MAX_POINTS, evenly spaced, with the last point."""
-    stride = max(1, -(-len(points) // _MAX_POINTS))
-    return [*points[:-1:stride], *points[-1:]]
-
-
 def _worst(points: Sequence[Point]) -> list[Point]:
-    """At most _MAX_POINTS: the highest point of each interval, so that outliers remain."""
-    stride = max(1, -(-len(points) // _MAX_POINTS))
+    """At most MAX_POINTS: the highest point of each interval, so that outliers remain."""
+    stride = max(1, -(-len(points) // MAX_POINTS))
     return [
         max(points[start : start + stride], key=lambda point: point[1]) for start in range(0, len(points), stride)
     ]

@@ -6,9 +6,8 @@ from html import escape
 from typing import Any
 
 from pipelinerl_core.report import charts
-from pipelinerl_core.report.charts import Axis, Point, Series
+from pipelinerl_core.report.charts import Axis, Point, Series, smooth, thinned
 from pipelinerl_core.report.facts import RunFacts
-from pipelinerl_core.report.figures import smooth, thinned
 from pipelinerl_core.telemetry.parts import FATES, PREFIX, parts_of
 
 _CSS = ("train", "held", "generate", "swap", "commit", "again", "wait", "other")

@@ -5,10 +5,9 @@ from html import escape
 from typing import Any
 from urllib.parse import quote
 
-from pipelinerl_core.report.charts import Axis, Point, Series, line_chart
+from pipelinerl_core.report.charts import Axis, Point, Series, line_chart, smooth, thinned
 from pipelinerl_core.report.document import report_of
 from pipelinerl_core.report.facts import RunFacts
-from pipelinerl_core.report.figures import smooth, thinned
 from pipelinerl_core.report.html import duration
 from pipelinerl_core.report.runs_page import document
 from pipelinerl_core.telemetry.redact import flatten, redact
