@@ -245,6 +245,7 @@ def compare(runs: Sequence[ComparedRun], arms: Sequence[str], reference: str, ta
     over_reference: for RATIOS, an arm's figure divided by the figure of the reference arm. For the time to the
     target, a ratio of 2 means that the reference arm needed half the time. minus_reference: the arm's last accuracy
     minus that of the reference arm. An arm without a run, for example because all its runs failed, is left out.
+    left_out: arm -> its seeds, for the arms without a run with one of `seeds`.
     """
     arms = [arm for arm in arms if any(run.arm == arm for run in runs)]
     seeds = counted_seeds(runs, arms)
@@ -266,6 +267,7 @@ def compare(runs: Sequence[ComparedRun], arms: Sequence[str], reference: str, ta
         "overrun": {run.run_id: share for run in runs if (share := overrun_share(run)) > MAX_OVERRUN_SHARE},
         "resumed": sum(num_resumes(run.commits) for run in runs),
         "code_versions": sorted({run.code_version for run in runs if run.code_version}),
+        "left_out": {name: [run.seed for run in runs if run.arm == name] for name in arms if name not in table},
         "arms": table,
     }
 

@@ -5,6 +5,7 @@ Thin lines are runs, thick lines the mean over seeds. Each arm has one colour, a
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from html import escape
 from importlib import resources
 from typing import Any
@@ -31,11 +32,11 @@ def figure(document: Mapping[str, Any], runs: Sequence[ComparedRun]) -> str:
     """comparison.svg."""
     arms = list(document["arms"])
     counted = [run for run in runs if run.seed in document["seeds"]]
-    samples = ("Accuracy against samples", _over_samples(arms, counted, document["target"]))
+    accuracy = partial(_accuracy, arms, counted, document["target"])
     ends = ("Last accuracy of each arm", _ends(document["arms"]))
     panels = [
-        ("Accuracy against wall clock", _over_time(arms, counted, document["target"])),
-        samples if document["target"] else ends,
+        ("Accuracy against wall clock", accuracy(_SECONDS, lambda point: point.seconds)),
+        ("Accuracy against samples", accuracy(_SAMPLES, lambda point: point.samples)) if document["target"] else ends,
         ("Mean reward per step", _per_step("reward", "reward/mean", arms, counted)),
         ("Effective sample size per step", _per_step("ESS", "importance/ess", arms, counted)),
         ("Mean lag per step", _per_step("lag", "lag/mean", arms, counted)),
@@ -88,18 +89,7 @@ def _css(index: int) -> str:
     return f"arm{index % NUM_COLOURS}"
 
 
-def _over_time(arms: Sequence[str], runs: Sequence[ComparedRun], target: float) -> str:
-    axis = Axis("seconds since the first actor could start", text=_thousands, low=0.0)
-    return _accuracy("Accuracy against wall clock", arms, runs, target, axis, lambda point: point.seconds)
-
-
-def _over_samples(arms: Sequence[str], runs: Sequence[ComparedRun], target: float) -> str:
-    axis = Axis("rollouts trained", text=_thousands, low=0.0)
-    return _accuracy("Accuracy against samples", arms, runs, target, axis, lambda point: float(point.samples))
-
-
 def _accuracy(
-    title: str,
     arms: Sequence[str],
     runs: Sequence[ComparedRun],
     target: float,
@@ -117,7 +107,7 @@ def _accuracy(
     end = max((x for curve in series for x, _ in curve.points), default=1.0)
     if target:
         series.insert(0, Series("target", [(0.0, target), (end, target)], "target", kind="faint"))
-    return charts.line_chart(title, series, x_axis, Axis("accuracy"))
+    return charts.line_chart(f"Accuracy against {x_axis.label}", series, x_axis, Axis("accuracy"))
 
 
 def _ends(arms: Mapping[str, Mapping[str, Any]]) -> str:
@@ -172,3 +162,7 @@ def _smooth(points: Sequence[Point]) -> list[Point]:
 
 def _thousands(value: float) -> str:
     return f"{value / 1000:g}k" if abs(value) >= 10_000 else f"{value:g}"
+
+
+_SECONDS = Axis("seconds since the first actor could start", text=_thousands, low=0.0)
+_SAMPLES = Axis("rollouts trained", text=_thousands, low=0.0)

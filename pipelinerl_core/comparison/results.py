@@ -8,6 +8,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from pipelinerl_core.comparison.analysis import ComparedRun, compare, learning_curve, num_resumes, run_figures
@@ -132,8 +133,5 @@ class Results:
         }
 
 
-def _curve(run: ComparedRun) -> list[dict[str, float]]:
-    return [
-        {"version": point.version, "seconds": point.seconds, "samples": point.samples, "accuracy": point.accuracy}
-        for point in learning_curve(run)
-    ]
+def _curve(run: ComparedRun) -> list[dict[str, Any]]:
+    return [asdict(point) for point in learning_curve(run)]

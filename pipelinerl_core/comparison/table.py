@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 EMULATED = "emulated accelerators"
@@ -15,34 +16,17 @@ Entry = Mapping[str, Any]
 
 def headers(document: Document) -> list[str]:
     """Names of the columns."""
-    target, reference = document["target"], document["reference"]
-    if not target:
-        return ["arm", "last accuracy", "difference", "best accuracy", "reward at the end", "tokens/s", "seconds"]
-    return [
-        "arm",
-        f"seconds to {target:g}",
-        f"seconds / seconds of {reference}",
-        f"samples to {target:g}",
-        "samples/s",
-        "rollouts/s",
-        "ESS",
-        "lag mean",
-        "lag max",
-        "trainer idle",
-        "actor idle",
-        "best accuracy",
-        "emulated",
-    ]
+    return ["arm", *_columns(document)]
 
 
 def rows(document: Document) -> list[list[str]]:
     """One row per arm, in order."""
-    row = _row if document["target"] else _row_of_steps
-    return [row(name, entry) for name, entry in document["arms"].items()]
+    cells = _columns(document).values()
+    return [[name, *(cell(entry) for cell in cells)] for name, entry in document["arms"].items()]
 
 
 def notes(document: Document) -> list[str]:
-    """Notes below the table: emulation, seeds that were left out, failures, resumed runs, different code versions."""
+    """Notes below the table: emulation, what was left out, failures, resumed runs, different code versions."""
     lines = []
     if document["emulated"]:
         lines.append(f"{EMULATED.capitalize()}: steps last as long as on accelerators that are not there")
@@ -53,6 +37,10 @@ def notes(document: Document) -> list[str]:
     ]
     if len(document["seeds"]) == 1 and len(document["arms"]) > 1:
         lines.append("one seed: a difference may be chance. Set --seeds 0,1,2 for its spread")
+    lines += [
+        f"{arm} is left out: it has run with {seeds_text({'seeds': seeds})} only"
+        for arm, seeds in document["left_out"].items()
+    ]
     lines += [str(line) for line in document["dropped"]]
     lines += [f"{run} failed: {reason}" for run, reason in document["failed"].items()]
     if document["resumed"]:
@@ -93,74 +81,65 @@ def seeds_text(document: Document) -> str:
     return f"seed{'s' * (len(seeds) != 1)} {', '.join(map(str, seeds)) or 'none'}"
 
 
-def _row(name: str, entry: Entry) -> list[str]:
-    over = entry.get("over_reference")
-    return [
-        name,
-        _to_target(entry, "time_to_target_seconds", "{:.0f}"),
-        ratio_text(over["time_to_target_seconds"]) if over else "-",
-        _to_target(entry, "samples_to_target", "{:,.0f}"),
-        _mean(entry["samples_per_second"], "{:.0f}".format),
-        _with_std(entry["rollouts_per_second"], "{:.0f}"),
-        _mean(entry["ess_mean"], "{:.3f}".format),
-        _mean(entry["lag_mean"], "{:.2f}".format),
-        _largest(entry["lag_max"]),
-        _mean(entry["trainer_idle_fraction"], "{:.1%}".format),
-        _mean(entry["actor_idle_fraction"], "{:.1%}".format),
-        _mean(entry["best_accuracy"], "{:.3f}".format),
-        "yes" if entry["emulated"] else "no",
-    ]
+def _columns(document: Document) -> dict[str, Callable[[Entry], str]]:
+    """Name of each column but the first -> the function that makes the cell of an arm."""
+    target, reference = document["target"], document["reference"]
+
+    def of(figure: str, form: str, deviation: str = "") -> Callable[[Entry], str]:
+        return lambda entry: _text(entry.get(figure), form, deviation)
+
+    if not target:
+        return {
+            "last accuracy": of("last_accuracy", "{:.3f}", "half_width"),
+            "difference": of("minus_reference", "{:+.3f}", "half_width"),
+            "best accuracy": of("best_accuracy", "{:.3f}", "half_width"),
+            "reward at the end": of("reward_last", "{:.3f}", "half_width"),
+            "tokens/s": of("tokens_per_second", "{:,.0f}", "half_width"),
+            "seconds": of("seconds", "{:,.0f}", "half_width"),
+        }
+    return {
+        f"seconds to {target:g}": partial(_to_target, "time_to_target_seconds", "{:.0f}"),
+        f"seconds / seconds of {reference}": lambda entry: ratio_text(
+            entry.get("over_reference", {}).get("time_to_target_seconds")
+        ),
+        f"samples to {target:g}": partial(_to_target, "samples_to_target", "{:,.0f}"),
+        "samples/s": of("samples_per_second", "{:.0f}"),
+        "rollouts/s": of("rollouts_per_second", "{:.0f}", "std"),
+        "ESS": of("ess_mean", "{:.3f}"),
+        "lag mean": of("lag_mean", "{:.2f}"),
+        "lag max": lambda entry: "-" if entry["lag_max"]["high"] is None else f"{entry['lag_max']['high']:.0f}",
+        "trainer idle": of("trainer_idle_fraction", "{:.1%}"),
+        "actor idle": of("actor_idle_fraction", "{:.1%}"),
+        "best accuracy": of("best_accuracy", "{:.3f}"),
+        "emulated": lambda entry: "yes" if entry["emulated"] else "no",
+    }
 
 
-def _row_of_steps(name: str, entry: Entry) -> list[str]:
-    difference = entry.get("minus_reference")
-    return [
-        name,
-        with_interval(entry["last_accuracy"], "{:.3f}"),
-        with_interval(difference, "{:+.3f}") if difference else "-",
-        with_interval(entry["best_accuracy"], "{:.3f}"),
-        with_interval(entry["reward_last"], "{:.3f}"),
-        with_interval(entry["tokens_per_second"], "{:,.0f}"),
-        with_interval(entry["seconds"], "{:,.0f}"),
-    ]
-
-
-def ratio_text(spread: Entry) -> str:
+def ratio_text(spread: Entry | None) -> str:
     """Example: 1.82 (1.75 to 1.90)."""
-    if spread["mean"] is None:
-        return "-"
-    if spread["std"] is None:
-        return f"{spread['mean']:.2f}"
-    return f"{spread['mean']:.2f} ({spread['low']:.2f} to {spread['high']:.2f})"
+    text = _text(spread, "{:.2f}", "")
+    return f"{text} ({spread['low']:.2f} to {spread['high']:.2f})" if spread and spread["std"] is not None else text
 
 
-def _to_target(entry: Entry, figure: str, form: str) -> str:
+def _to_target(figure: str, form: str, entry: Entry) -> str:
     """Mean over the seeds that reached the target, and their number unless all seeds reached the target."""
     spread = entry[figure]
     values = spread["by_seed"].values()
     num_reached = sum(value is not None for value in values)
     if not num_reached:
-        best = _mean(entry["best_accuracy"], "{:.3f}".format)
-        return f"not reached ({best})"
-    text = _with_std(spread, form)
+        return f"not reached ({_text(entry['best_accuracy'], '{:.3f}', '')})"
+    text = _text(spread, form, "std")
     return text if num_reached == len(values) else f"{text} ({num_reached} of {len(values)} seeds)"
-
-
-def _with_std(spread: Entry, form: str, deviation: str = "std") -> str:
-    if spread["mean"] is None:
-        return "-"
-    text = form.format(spread["mean"])
-    return text if spread[deviation] is None else f"{text} ± {form.replace('+', '').format(spread[deviation])}"
 
 
 def with_interval(spread: Entry, form: str) -> str:
     """Mean and half of the 95 % interval. Example: 0.512 ± 0.034."""
-    return _with_std(spread, form, "half_width")
+    return _text(spread, form, "half_width")
 
 
-def _mean(spread: Entry, form: Callable[[float], str]) -> str:
-    return "-" if spread["mean"] is None else form(spread["mean"])
-
-
-def _largest(spread: Entry) -> str:
-    return "-" if spread["high"] is None else f"{spread['high']:.0f}"
+def _text(spread: Entry | None, form: str, deviation: str) -> str:
+    """The mean, and the entry `deviation` of the spread if it has one."""
+    if spread is None or spread["mean"] is None:
+        return "-"
+    text, half = form.format(spread["mean"]), spread.get(deviation)
+    return text if half is None else f"{text} ± {form.replace('+', '').format(half)}"

@@ -133,6 +133,13 @@ def test_means_are_over_seeds_that_all_arms_have_run():
     assert counted_seeds([], ["a", "b"]) == []
 
 
+def test_an_arm_whose_seeds_no_other_arm_has_run_is_named():
+    runs = [make_run(arm, seed, commits_at(0, 6, 12), {2: 0.5}) for arm, seed in (("a", 0), ("b", 1), ("b", 2))]
+    document, _ = example(**compare(runs, ["a", "b", "c"], "a", 0.5))
+    assert (list(document["arms"]), document["seeds"], document["left_out"]) == (["a"], [0], {"b": [1, 2]})
+    assert "b is left out: it has run with seeds 1, 2 only." in table.markdown(document)
+
+
 def example(**changes):
     """pipeline reaches 0.5 at 6 and 8 s, conventional-1 at 12 and 12 s, conventional-4 at 9 and 12 s."""
     ends = {"pipeline": (12, 16), "conventional-1": (24, 24), "conventional-4": (18, 24)}
