@@ -167,13 +167,14 @@ def check_deployment(name: str) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Child:
     """A run that has been started."""
 
     run: PlannedRun
     role: Role
-    started_at: float
+    seconds: float = 0.0
+    """For which the run was running."""
 
 
 def run_all(
@@ -193,7 +194,8 @@ def run_all(
     for line in space_lines([run.config for run in pending], root_url(root)):
         logger.warning("%s", line)
     children: list[_Child] = []
-    changed, deadline = Event(), time.monotonic() + WAIT_SECONDS
+    changed, looked_at = Event(), time.monotonic()
+    deadline = looked_at + WAIT_SECONDS
     try:
         while True:
             while len(children) < limit and (pending := trimmed(budget, pending, len(plan.wanted.arms))):
@@ -206,14 +208,18 @@ def run_all(
                 _begin(run, partial(role_of, is_checked=run.run_id == checked), children, results)
             if not children:
                 return budget.dropped
+            running = [child for child in children if child.role.is_running()]
             changed.wait(_POLL_SECONDS)
             changed.clear()
+            looked_at, passed = time.monotonic(), time.monotonic() - looked_at
+            for child in running:
+                child.seconds += passed
+            budget.ends_at += 0.0 if running else passed
             for child in [child for child in children if child.role.has_ended()]:
                 children.remove(child)
-                seconds = time.monotonic() - child.started_at
                 _note_end(child, results, run_url(root, child.run.run_id), plan.wanted.target)
-                budget.note(child.run.arm, seconds)
-                results.add_seconds(child.run, seconds)
+                budget.note(child.run.arm, child.seconds)
+                results.add_seconds(child.run, child.seconds)
                 write_comparison(results, budget.dropped, return_state=True)  # Prefect logs an error; the runs go on
                 deadline = time.monotonic() + WAIT_SECONDS
             if time.monotonic() > deadline:
@@ -225,7 +231,7 @@ def run_all(
 def _begin(run: PlannedRun, role_of: Callable[[], Role], children: list[_Child], results: Results) -> None:
     """Start a run and add the run to `children`; a failure is noted in `results.failed`."""
     try:
-        children.append(_Child(run, role_of(), time.monotonic()))
+        children.append(_Child(run, role_of()))
         children[-1].role.begin()
     except Exception as error:  # noqa: BLE001 (for example of the Prefect server: the other runs go on)
         children[:] = [child for child in children if child.run is not run]

@@ -80,6 +80,9 @@ class Role(Protocol):
     def begin(self) -> None:
         """Start the role, unless the role is running."""
 
+    def is_running(self) -> bool:
+        """Whether the role runs; a flow run that waits for a slot or a worker does not."""
+
     def has_ended(self) -> bool:
         """Whether the role has ended or was stopped."""
 
@@ -107,6 +110,10 @@ class LocalRole:
     def _note_end(self, future: PrefectFuture[Any]) -> None:
         self._ended.set()
         self._changed.set()
+
+    def is_running(self) -> bool:
+        """Whether the task of the role has not ended."""
+        return not self._ended.is_set()
 
     def has_ended(self) -> bool:
         return self._ended.is_set()
@@ -198,6 +205,10 @@ class DeployedRole:
             template = client.read_work_pool(pool).base_job_template if pool else {}
         known = template.get("variables", {}).get("properties", {})
         return {name: value for name, value in self._variables.items() if name in known}
+
+    def is_running(self) -> bool:
+        """Whether the flow run was Running when its state was last read."""
+        return self._state is not None and self._state.is_running()
 
     def has_ended(self) -> bool:
         """Whether the flow run is in a final state and is not replaced; reads the state from the API every 5 s."""

@@ -25,7 +25,7 @@ class Budget:
         """
         self._clock = clock
         self._limit = limit
-        self._ends_at = clock() + seconds
+        self.ends_at = clock() + seconds
         self._spent: dict[str, list[float]] = {}
         for arm, run_seconds in spent:
             self.note(arm, run_seconds)
@@ -35,7 +35,7 @@ class Budget:
     @property
     def left_seconds(self) -> float:
         """Remaining time; negative if the budget is exceeded."""
-        return self._ends_at - self._clock()
+        return self.ends_at - self._clock()
 
     def note(self, arm: str, seconds: float) -> None:
         """Record the duration of a run of an arm."""
