@@ -18,7 +18,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from pipelinerl.flows.parameters import described
-from pipelinerl.flows.train_flow import Overrides, Preset, Root, open_at, run_roles, train_opened
+from pipelinerl.flows.train_flow import Override, Overrides, Preset, Root, open_at, run_roles, train_opened
 from pipelinerl.tasks.notifications import MLFLOW_LABEL, REPORT_LABEL, URL_LABEL, label_flow_run
 from pipelinerl.tasks.placement import RUN_THREAD, DeployedRole, LocalRole, Role, RunRoles, RunThread, request_stop
 from pipelinerl.tasks.report import show_comparison, write_comparison, write_reports
@@ -56,7 +56,7 @@ WAIT_SECONDS = 90 * 86_400.0
 _POLL_SECONDS = 1.0
 
 Arms = Annotated[
-    dict[str, list[str]],
+    dict[str, list[Override]],
     Field(description='Arm name -> settings of the arm, for example {"four": ["schedule.kind=conventional"]}.'),
 ]
 Seeds = Annotated[list[int], Field(description="Every arm runs once with each seed.")]

@@ -52,11 +52,12 @@ def preset_pattern() -> str:
 
 
 def override_pattern() -> str:
-    """Pattern of JSON schema for "section.key=value" with a key that exists, or "section={...}"."""
+    """Pattern of JSON schema for "section.key=value" with a key that exists, or "section={...}". The server would
+    keep the password of a URL (user:password@host): no value has such a URL."""
     keys = known_keys()
     named = "|".join(_literal(key).replace("<name>", "[^.=]+") for key in keys)
     sections = "|".join(sorted({key.partition(".")[0] for key in keys}))
-    return rf"^(({named})(\.[^=]+)?|{sections})="
+    return rf"^(?!.*://\S*:\S*@)(({named})(\.[^=]+)?|{sections})="
 
 
 def _literal(name: str) -> str:

@@ -7,12 +7,12 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from pipelinerl.flows.compare_flow import Deployment, Limit, Name, Target, compare_runs
-from pipelinerl.flows.parameters import described, override_pattern
-from pipelinerl.flows.train_flow import Overrides, Preset, Root
+from pipelinerl.flows.parameters import described
+from pipelinerl.flows.train_flow import Override, Overrides, Preset, Root
 from pipelinerl_core.comparison.plan import plan_sweep
 
 Grid = Annotated[
-    list[Annotated[str, Field(json_schema_extra={"pattern": override_pattern()})]],
+    list[Override],
     Field(
         description='Settings with their values, such as "learner.lr=1e-6,3e-6" and "seed=0,1,2": one run for each '
         "combination. A comma inside of quotes, brackets or braces belongs to a value.",

@@ -73,8 +73,9 @@ Preset = Annotated[
         json_schema_extra={"pattern": preset_pattern()},
     ),
 ]
+Override = Annotated[str, Field(json_schema_extra={"pattern": override_pattern()})]
 Overrides = Annotated[
-    tuple[Annotated[str, Field(json_schema_extra={"pattern": override_pattern()})], ...],
+    tuple[Override, ...],
     Field(
         description='Further settings, each "section.key=value", for example "learner.clip_norm=0.5"; '
         "`pipelinerl config --keys` lists them."

@@ -78,7 +78,10 @@ def test_the_server_refuses_keys_and_presets_that_do_not_exist():
             assert accepts(overrides["items"], f"{key.replace('<name>', 'my-part')}=1")
         for right in ("environment.options.game=Hangman", "reward.weights.a=2", 'loss={kind = "grpo"}', "seed=3"):
             assert accepts(overrides["items"], right)
-        for wrong in ("eval.every=0", "steps=3", "trainer.steps", "trainer.step=3", "trainers.steps=3"):
+        for uri in ("http://mlflow:5000", "postgresql://bob@h/db"):
+            assert accepts(overrides["items"], f"tracking.mlflow_uri={uri}")
+        logins = ("tracking.mlflow_uri=http://bob:p/w@mlflow", 'tracking={mlflow_uri = "https://bob:@mlflow"}')
+        for wrong in ("eval.every=0", "steps=3", "trainer.steps", "trainer.step=3", "trainers.steps=3", *logins):
             assert not accepts(overrides["items"], wrong)
 
 
@@ -133,6 +136,9 @@ def test_the_server_refuses_a_sweep_whose_values_or_limit_cannot_be():
     wrong = {"grid": ["learner.lrs=1,2"], "limit": 0, "target": 1.5, "preset": "quickstrat"}
     assert sorted(refused({**good, **wrong}, schema)) == ["$.grid[0]", "$.limit", "$.preset", "$.target"]
     assert refused({**good, "grid": []}, schema) == ["$.grid"]
+    login = ["tracking.mlflow_uri=http://bob:S3cret@mlflow"]
+    assert refused({**good, "grid": [*login, "seed=0,1"]}, schema) == ["$.grid[0]"]
+    assert refused({"arms": {"a": login, "b": ["seed=0"]}}, compare.parameters.model_dump()) == ["$.arms.a[0]"]
 
 
 def test_the_server_accepts_the_parameters_of_a_run_of_a_sweep():
