@@ -1,9 +1,9 @@
 """The MLflow run of a training run: opened before run.json is written, found again when the run is resumed."""
 
 import re
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Protocol
 
 from pipelinerl_core.config import RunConfig
@@ -16,7 +16,7 @@ from pipelinerl_core.run.records import RUN_KEY, RunRecord
 from pipelinerl_core.run.user_code import code_commits
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.telemetry.datasets import run_datasets
-from pipelinerl_core.telemetry.mlflow import URL_TAG, MlflowTracker, Status, tracking_uri
+from pipelinerl_core.telemetry.mlflow import HOST_TAG, LOGGED_TAG, URL_TAG, MlflowTracker, Status, tracking_uri
 from pipelinerl_core.telemetry.system import SystemSampler
 from pipelinerl_core.telemetry.wandb import WandbTracker
 from pipelinerl_core.types import LoggedStep
@@ -88,6 +88,13 @@ def open_tracker(
         URL_TAG: url,
         **labels,
     }
+
+    def is_own(of: Mapping[str, str]) -> bool:
+        """A new run takes the MLflow run of an earlier start that failed before run.json, but none of another run."""
+        if record is not None:
+            return not is_original_of(url, of)
+        return LOGGED_TAG not in of and all(of.get(name) == tags[name] for name in (URL_TAG, HOST_TAG))
+
     if uri is not None:
         tracker = MlflowTracker(
             uri,
@@ -99,8 +106,7 @@ def open_tracker(
             datasets=run_datasets(config),
             machine=SystemSampler(url),
             is_required=record is None,
-            is_new=record is None,
-            is_original=partial(is_original_of, url),
+            is_own=is_own,
         )
         mlflow = MlflowRef(uri=uri, run_id=tracker.run_id)
     if config.tracking.wandb:
@@ -121,8 +127,10 @@ def open_tracker(
     return tracker, mlflow
 
 
-def is_original_of(url: str, other: str) -> bool:
-    """Whether the run at `url` is a copy of a run that is still at `other`, as far as this process can see."""
+def is_original_of(url: str, tags: Mapping[str, str]) -> bool:
+    """Whether the run at `url` is a copy of a run, with these tags in MLflow, that is still there, as far as this
+    process can see."""
+    other = tags.get(URL_TAG, "")
     try:
         here, there = local_directory(url), local_directory(other)
         if here is not None and there is not None and there.exists() and here.samefile(there):
@@ -180,6 +188,7 @@ def source_tags(flow_run_id: str) -> dict[str, str]:
     commit = own_commit()
     return {
         "prefect.flow_run_id": flow_run_id,
+        HOST_TAG: socket.gethostname(),
         "pipelinerl.version": code_version(),
         "mlflow.source.name": "pipelinerl",
         "mlflow.source.type": "LOCAL",

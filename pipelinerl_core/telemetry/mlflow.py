@@ -53,13 +53,15 @@ logging.getLogger("urllib3.connectionpool").setLevel(
 )  # urllib3 warns of every attempt; the tracker warns once
 
 T = TypeVar("T")
-UrlTest = Callable[[str], bool]
+TagTest = Callable[[Mapping[str, str]], bool]
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 RUN_TAG = "pipelinerl.run_id"
 """Tag by which the tracker finds the MLflow run of a training run."""
 URL_TAG = "pipelinerl.url"
 """Tag with the store of the training run."""
+HOST_TAG = "pipelinerl.host"
+"""Tag with the host of the flow: directories of two hosts may have the same path."""
 LOGGED_TAG = "pipelinerl.logged"
 """Tag with the newest step whose metrics MLflow has, as JSON: step and digest of the weights after the step."""
 LOST_TAG = "pipelinerl.lost_timeline"
@@ -147,18 +149,16 @@ class MlflowTracker:
         datasets: Sequence[DatasetNote] = (),
         machine: Callable[[], Mapping[str, float]] | None = None,
         is_required: bool = True,
-        is_new: bool = False,
-        is_original: UrlTest = lambda url: False,
+        is_own: TagTest = lambda tags: True,
     ) -> None:
         """Find or create the run.
 
         is_required: connect now; raises ConfigError if this fails, for a server after 9 s. Otherwise the writer
         thread connects, and tries again after failures.
-        A run is found by `run_id`, else by the tag of `run_name` in the experiment; not the MLflow run of a training
-        run at another URL, if `is_original` says that this run is a copy of it, and, if `is_new`, not an MLflow run
-        with steps: another user may have started a run of the same name. `config`, nested or not,
-        becomes parameters with dotted keys; secrets are redacted there and in `tags`. `machine` is called every 10 s
-        on the writer thread; its metrics are logged at step = seconds since the start of the MLflow run.
+        A run is found by `run_id`, else by the tag of `run_name` in the experiment, if `is_own` accepts its tags:
+        another run may have the same name. `config`, nested or not, becomes parameters with dotted keys; secrets are
+        redacted there and in `tags`. `machine` is called every 10 s on the writer thread; its metrics are logged at
+        step = seconds since the start of the MLflow run.
         """
         self._uri = take_login(uri)  # of run.json of an earlier release
         self._experiment = experiment
@@ -167,7 +167,7 @@ class MlflowTracker:
         self._params = redact(flatten(config or {}))
         self._datasets = datasets
         self._machine = machine
-        self._is_new, self._is_original = is_new, is_original
+        self._is_own = is_own
         self._sampled_at = time.monotonic()
         self.run_id = run_id or ""
         self.page: str | None = None
@@ -311,7 +311,7 @@ class MlflowTracker:
             experiment_id = _experiment_id(client, self._uri, self._experiment)
         if self._lost_at is not None:
             _mark_lost(client, self.run_id, self._run_name, self._lost_at)
-        run_id = find_run(client, experiment_id, self._run_name, self.run_id, self._is_original, is_new=self._is_new)
+        run_id = find_run(client, experiment_id, self._run_name, self.run_id, self._is_own)
         if run_id is None:
             run_id = client.create_run(experiment_id, run_name=self._run_name).info.run_id
         run = client.get_run(run_id)
@@ -475,18 +475,15 @@ def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:
         return str(experiment.experiment_id)
 
 
-def find_run(
-    client: MlflowClient, experiment_id: str, run_name: str, run_id: str, is_original: UrlTest, *, is_new: bool
-) -> str | None:
+def find_run(client: MlflowClient, experiment_id: str, run_name: str, run_id: str, is_own: TagTest) -> str | None:
     """Id of the MLflow run of a training run: `run_id` if MLflow has it, else by its tag; None without it.
 
-    Left out are the MLflow run of which `is_original` says that the training run at its URL was copied, and, if
-    `is_new`, MLflow runs with steps.
+    Left out are MLflow runs whose tags `is_own` refuses.
     """
     if run_id:
         try:
             run = client.get_run(run_id)
-            if LOST_TAG not in run.data.tags and not is_original(run.data.tags.get(URL_TAG, "")):
+            if LOST_TAG not in run.data.tags and is_own(run.data.tags):
                 return str(run.info.run_id)
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
@@ -496,9 +493,7 @@ def find_run(
     runs = client.search_runs(
         [experiment_id], filter_string=f"tags.`{RUN_TAG}` = '{quoted}'", max_results=_MAX_COPIES
     )
-    free = [run for run in runs if not (is_new and LOGGED_TAG in run.data.tags)]
-    own = (str(run.info.run_id) for run in free if not is_original(run.data.tags.get(URL_TAG, "")))
-    return next(own, None)
+    return next((str(run.info.run_id) for run in runs if is_own(run.data.tags)), None)
 
 
 def _mark_lost(client: MlflowClient, run_id: str, run_name: str, step: int) -> None:

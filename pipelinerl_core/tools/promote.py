@@ -70,8 +70,8 @@ class RunModels:
         self.uri = mlflow_of(run)
         self.client = open_mlflow(self.uri)
         experiment = self.client.get_experiment_by_name(run.config.tracking.experiment)
-        known = (run.run_id, run.record.mlflow_run_id or "", partial(is_original_of, run.store.url))
-        run_id = find_run(self.client, experiment.experiment_id, *known, is_new=False) if experiment else None
+        known = (run.run_id, run.record.mlflow_run_id or "", lambda tags: not is_original_of(run.store.url, tags))
+        run_id = find_run(self.client, experiment.experiment_id, *known) if experiment else None
         if run_id is None:
             raise ConfigError(f"MLflow has no run of {run.run_id}. Set MLFLOW_TRACKING_URI to the server of the run")
         self.mlflow_run = self.client.get_run(run_id)

@@ -16,9 +16,18 @@ import pytest
 
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.resolve import load_config
+from pipelinerl_core.run.mlflow_run import open_tracker
 from pipelinerl_core.telemetry import mlflow as tracking
 from pipelinerl_core.telemetry.datasets import run_datasets
-from pipelinerl_core.telemetry.mlflow import RUN_TAG, URL_TAG, MlflowTracker, run_page, tracking_uri
+from pipelinerl_core.telemetry.mlflow import (
+    LOGGED_TAG,
+    RUN_TAG,
+    URL_TAG,
+    MlflowTracker,
+    RunTag,
+    run_page,
+    tracking_uri,
+)
 from pipelinerl_core.types import NO_STEP, LoggedStep
 from tests.waiting import wait_for
 
@@ -80,7 +89,12 @@ def test_the_copy_of_a_run_that_is_still_there_gets_an_mlflow_run_of_its_own(uri
     tags, copies = {URL_TAG: "file:///drill/copied"}, []
     for _ in range(2):
         copy = MlflowTracker(
-            uri, "e", "copied", run_id=original.run_id, tags=tags, is_original="s3://bucket/copied".__eq__
+            uri,
+            "e",
+            "copied",
+            run_id=original.run_id,
+            tags=tags,
+            is_own=lambda of: of[URL_TAG] != "s3://bucket/copied",
         )
         copy.log(1, {"reward/mean": 0.5}, weights_digest="d")
         copy.close()
@@ -93,16 +107,23 @@ def test_the_copy_of_a_run_that_is_still_there_gets_an_mlflow_run_of_its_own(uri
     assert moved.run_id == original.run_id
 
 
-def test_a_new_run_leaves_the_mlflow_run_of_another_users_run_of_the_same_name_alone(uri):
-    other = MlflowTracker(uri, "e", "swept", is_new=True)
-    again = MlflowTracker(uri, "e", "swept", is_new=True)  # without steps: of a start that failed
-    assert again.run_id == other.run_id
-    again.close()
-    other.log(1, {"train/loss": 1.0}, weights_digest="d")
-    other.close()
-    own = MlflowTracker(uri, "e", "swept", is_new=True)
-    own.close()
-    assert own.run_id != other.run_id
+def test_new_runs_of_one_name_have_mlflow_runs_of_their_own_and_a_start_that_failed_leaves_none(uri, monkeypatch):
+    config = load_config("quickstart", [f"tracking.mlflow_uri={uri}"])
+
+    def start(url):
+        tracker, _ = open_tracker(config, f"file://{url}", None, "flow-run", {})
+        tracker.close("KILLED")
+        return tracker
+
+    first = start("/alice/swept")
+    ids = [start(url).run_id for url in ("/alice/swept", "/bob/swept")]  # none has a step yet
+    assert ids[0] == first.run_id != ids[1]
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    ids.append(start("/bob/swept").run_id)
+    monkeypatch.undo()
+    first._client.log_batch(first.run_id, tags=[RunTag(LOGGED_TAG, "{}")])
+    ids.append(start("/alice/swept").run_id)
+    assert len(set(ids)) == 4
 
 
 def test_metrics_that_are_logged_again_with_the_same_time_are_stored_once(uri):
