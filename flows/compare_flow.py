@@ -46,6 +46,7 @@ from pipelinerl_core.run.locate import root_url, run_url
 from pipelinerl_core.run.mlflow_run import closing
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision.checks import space_lines
+from pipelinerl_core.supervision.process_groups import kill_tools
 from pipelinerl_core.telemetry.mlflow import PARENT_TAG
 from pipelinerl_core.telemetry.redact import redact_text
 
@@ -193,6 +194,7 @@ def run_all(
     logger.info("%d runs, %d of them already done", len(plan.runs), num_started)
     for line in space_lines([run.config for run in pending], root_url(root)):
         logger.warning("%s", line)
+    write_comparison(results, [], return_state=True)  # a table of the runs so far; a later command finds it
     children: list[_Child] = []
     changed, looked_at = Event(), time.monotonic()
     deadline = looked_at + WAIT_SECONDS
@@ -287,6 +289,7 @@ def _stop(roles: Sequence[Role]) -> None:
     request_stop(roles)
     deadline = time.monotonic() + STOP_SECONDS
     while time.monotonic() < deadline and not all(role.has_ended() for role in roles):
+        kill_tools()
         time.sleep(_POLL_SECONDS / 4)
 
 

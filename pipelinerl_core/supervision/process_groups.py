@@ -31,22 +31,30 @@ def kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
+def kill_tools() -> None:
+    """Send SIGKILL to tools and checks: the children of this process that lead no process group."""
+    for child in _children(lead=False):
+        with suppress(psutil.Error):
+            child.kill()
+
+
 def await_groups(seconds: float) -> list[int]:
     """Wait until no child of this process leads a process group (roles and servers do); returns the remaining
     pids."""
     deadline = time.monotonic() + seconds
-    while (left := _child_group_leaders()) and time.monotonic() < deadline:
+    while (left := [child.pid for child in _children(lead=True)]) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     return left
 
 
-def _child_group_leaders() -> list[int]:
-    leaders = []
+def _children(*, lead: bool) -> list[psutil.Process]:
+    """The children of this process that lead a process group, or those that do not."""
+    children = []
     for child in psutil.Process().children():
         with suppress(ProcessLookupError, psutil.Error):
-            if os.getpgid(child.pid) == child.pid and child.status() != psutil.STATUS_ZOMBIE:
-                leaders.append(child.pid)
-    return leaders
+            if (os.getpgid(child.pid) == child.pid) == lead and child.status() != psutil.STATUS_ZOMBIE:
+                children.append(child)
+    return children
 
 
 def _members(group: int) -> list[psutil.Process]:
