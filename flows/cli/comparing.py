@@ -8,7 +8,8 @@ from pipelinerl_core.comparison.plan import Plan
 from pipelinerl_core.comparison.results import HTML_KEY
 from pipelinerl_core.comparison.table import markdown
 from pipelinerl_core.config.arm import Arm, parse_arm, read_arms
-from pipelinerl_core.run.locate import root_url
+from pipelinerl_core.report.query.database import check_alarm_query
+from pipelinerl_core.run.locate import find_run, root_url, run_url
 from pipelinerl_core.supervision.checks import check_all
 
 
@@ -27,8 +28,11 @@ def carry_out(plan: Plan, root: str) -> dict[str, Any]:
 
     With a deployment, the hosts of the runs check all of them.
     """
-    for line in () if plan.wanted.deployment else check_all(plan.runs[0].config, root_url(root)):
-        say(line)
+    first = plan.runs[0]
+    check_alarm_query(first.config)
+    if not plan.wanted.deployment:
+        for line in check_all(first.config, root_url(root), run=find_run(run_url(root, first.run_id))):
+            say(line)
     from pipelinerl.flows.cli.launch import run_comparison
 
     return run_comparison(plan, root)

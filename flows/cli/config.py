@@ -1,6 +1,7 @@
 """`pipelinerl config`: prints the resolved configuration, or every setting with its default and meaning."""
 
 import json
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -30,6 +31,10 @@ def config(
         answer(listed, _key_lines(listed), as_json=as_json)
         return
     resolved = load_config(source, overrides or ())
+    if resolved.tracking.alarm_query and find_spec("duckdb"):
+        from pipelinerl_core.report.query.database import check_alarm_query
+
+        check_alarm_query(resolved)
     schedule = [f"# {line}" for line in explain_schedule(resolved)]
     answer(resolved.model_dump(mode="json"), [*schedule, as_toml(resolved).rstrip()], as_json=as_json)
 

@@ -9,6 +9,7 @@ from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.report.diagnosis import diagnosis_texts
 from pipelinerl_core.report.document import held_out_name
 from pipelinerl_core.report.live_view import spark_marks, sparkline
+from pipelinerl_core.report.query.database import check_alarm_query
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.jobs import Job
 from pipelinerl_core.run.locate import root_url, run_url
@@ -29,6 +30,8 @@ def carry_out(job: Job, *, as_json: bool, more: Callable[[str], list[str]] | Non
         from pipelinerl.flows.cli.launch import check_server
 
         check_server(job.config)
+    if job.run is None:
+        check_alarm_query(job.config)
     for line in check_all(job.config, root_url(job.root), run=job.run):
         say(line)
     from pipelinerl.flows.cli.launch import run_training

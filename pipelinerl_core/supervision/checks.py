@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from http import HTTPStatus
 from http.client import HTTPException
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryFile
@@ -96,7 +95,6 @@ def check_all(config: RunConfig, root: str, *, run: RunContext | None = None) ->
     """
     check_root(root)
     check_hub_address(config)
-    check_alarm_query(config.tracking.alarm_query)
     own_cores(config, "trainer")
     check_packages(config)
     check_gpus(config)
@@ -126,21 +124,6 @@ def check_all(config: RunConfig, root: str, *, run: RunContext | None = None) ->
     if any(part.environment.path for part in config.parts.values()):
         check_reward(config, run)
     return [*check_prompts(config), *warnings]
-
-
-def check_alarm_query(statement: str) -> None:
-    """The text is one statement in SQL; whether its names exist is known when it is executed. Raises ConfigError."""
-    if not statement:
-        return
-    if find_spec("duckdb") is None:
-        raise ConfigError("tracking.alarm_query needs the package duckdb: pip install 'pipelinerl[sql]'")
-    duckdb = import_module("duckdb")
-    try:
-        num_statements = len(duckdb.extract_statements(statement))
-    except duckdb.Error as error:
-        raise ConfigError(f"tracking.alarm_query: SQL: {str(error).splitlines()[0]}") from None
-    if num_statements != 1:
-        raise ConfigError(f"tracking.alarm_query: SQL: {num_statements} statements instead of one")
 
 
 def start_seconds(config: RunConfig) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.dataset as ds
 
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import BrokenRecord, ConfigError, MissingObject, PipelineRLError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report.query.reader import SEGMENT_ROWS, STORED_ROWS, RunReader
@@ -22,7 +23,7 @@ from pipelinerl_core.report.query.text import Texts
 from pipelinerl_core.report.query.views import ROWS, VIEWS
 from pipelinerl_core.report.run_list import run_names
 from pipelinerl_core.run.locate import locate_run
-from pipelinerl_core.run.records import RUN_KEY
+from pipelinerl_core.run.records import RUN_KEY, RunRecord
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.telemetry.log_lines import printable
 
@@ -52,6 +53,20 @@ def stores_of(run: str, root: str = "") -> list[ObjectStore]:
         if not store.exists(RUN_KEY) and (names := run_names(store)):
             return [store.child(name) for name in names]
     return [open_store(locate_run(run, root))]
+
+
+def check_alarm_query(config: RunConfig) -> None:
+    """Prepare tracking.alarm_query on the views of a run without steps. Raises ConfigError."""
+    if not (statement := config.tracking.alarm_query):
+        return
+    store = open_store("memory://alarm-query")
+    record = RunRecord(run_id="r", created_at=0.0, code_version="", config=config.model_dump(mode="json"))
+    store.put(RUN_KEY, record.model_dump_json().encode())
+    try:
+        with Database([store]) as database:  # in brackets, the text cannot be several statements
+            database.table(f"EXPLAIN SELECT * FROM ({statement.rstrip().removesuffix(';')}\n)")
+    except ConfigError as error:
+        raise ConfigError(f"tracking.alarm_query: {error}") from None
 
 
 class TooSlow(ConfigError):

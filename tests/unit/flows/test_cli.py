@@ -182,6 +182,11 @@ def test_no_help_imports_anything_heavy():
     assert ended.stdout.strip() == "[]"
 
 
+def test_config_refuses_an_alarm_query_that_no_run_can_answer():
+    line = refused("config", "quickstart", "tracking.alarm_query=select rewards from steps")
+    assert line.startswith("pipelinerl: tracking.alarm_query: SQL: ")
+
+
 def test_version_names_the_release_and_the_commit():
     assert re.fullmatch(r"pipelinerl \d+\.\d+\.\d+(\+[0-9a-f]{7})?\n", pipelinerl("--version").stdout)
 

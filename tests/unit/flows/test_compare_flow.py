@@ -1,18 +1,29 @@
 """How long a planned run of a comparison continues, and how many runs of a sweep run at the same time."""
 
+import math
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
 from threading import Event
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 from prefect.exceptions import Pause
 
 from pipelinerl.flows import compare_flow
+from pipelinerl.flows.cli import comparing, launch
 from pipelinerl.tasks.placement import RUN_THREAD, RunRoles, RunThread
+from pipelinerl_core.comparison.budget import Budget
 from pipelinerl_core.comparison.plan import Wanted, plan_comparison, plan_sweep
 from pipelinerl_core.comparison.results import Results
 from pipelinerl_core.config.arm import Arm
 from pipelinerl_core.errors import PipelineRLError
+from pipelinerl_core.run.locate import create_run, run_url
 from pipelinerl_core.supervision import checks
+from tests.builders import ManualClock
 
 ARMS = (Arm("keep", ("engine.kv=keep",)), Arm("drain", ("engine.kv=drain",)))
 
@@ -79,10 +90,11 @@ def carry_out(monkeypatch, tmp_path):
     monkeypatch.setattr(compare_flow, "write_comparison", lambda results, dropped, **_: results.write(dropped))
     monkeypatch.setattr(compare_flow, "is_complete", lambda *_: True)
 
-    def start(**errors):
+    def start(budget_minutes=math.inf, **errors):
         runs = Runs({f"learner.lr={rate}": error for rate, error in errors.items()})
         monkeypatch.setattr(compare_flow, "_role_of", runs.role)
         plan = plan_sweep("quickstart", ["learner.lr=1,2,3", "seed=0,1"], limit=2)
+        plan = replace(plan, wanted=replace(plan.wanted, budget_minutes=budget_minutes))
         results = Results(plan, str(tmp_path))
         try:
             compare_flow.run_all(plan, results, str(tmp_path), {})
@@ -120,6 +132,40 @@ def test_a_run_that_cannot_be_started_or_is_paused_does_not_end_the_others(carry
     assert stopped == f"stopped before its end{remedy}"
 
 
+def test_the_wait_for_a_slot_is_no_time_of_a_run_and_not_of_the_budget(carry_out, monkeypatch):
+    clock = ManualClock()
+    look, role = Runs.look, Runs.role
+
+    def slow_look(self, run_id):
+        clock.now += 100.0
+        return look(self, run_id)
+
+    def waiting_role(self, plan, run, *_, **__):
+        waiting = role(self, plan, run)
+        waiting.is_running = lambda: self.running[run.run_id] == 2  # it waits until the third look, which is its end
+        return waiting
+
+    monkeypatch.setattr(Runs, "look", slow_look)
+    monkeypatch.setattr(Runs, "role", waiting_role)
+    monkeypatch.setattr(compare_flow, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(compare_flow, "Budget", partial(Budget, clock=clock))
+    # Two runs at a time: 600 s in all, of which they run for 200.
+    results, _, _ = carry_out(budget_minutes=800 / 60)
+    assert [seconds for _, seconds in results.spent()] == [200.0] * 6
+
+
+def test_a_stop_ends_the_tools_that_runs_wait_for_and_no_role(monkeypatch):
+    monkeypatch.setattr(compare_flow, "STOP_SECONDS", 10.0)
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(sleep) as tool, subprocess.Popen(sleep, process_group=0) as own:
+        try:
+            compare_flow._stop([MagicMock(has_ended=lambda: tool.poll() is not None)])
+            assert (tool.poll(), own.poll()) == (-signal.SIGKILL, None)
+        finally:
+            tool.kill()
+            own.kill()
+
+
 def test_an_interrupt_stops_the_runs_that_run(carry_out):
     results, runs, _ = carry_out(**{"1": KeyboardInterrupt()})
     assert results.failed == {"all": "interrupted"}
@@ -152,6 +198,18 @@ def test_a_stop_interrupts_the_waits_of_a_run_once(monkeypatch):
         roles.wait(0)  # while its roles stop
     finally:
         RUN_THREAD.reset(token)
+
+
+def test_the_check_of_a_comparison_knows_whether_its_first_run_exists(monkeypatch, tmp_path):
+    known = []
+    monkeypatch.setattr(comparing, "check_all", lambda config, root, *, run: known.append(run and run.run_id) or [])
+    monkeypatch.setattr(launch, "run_comparison", lambda plan, root: {})
+    plan = plan_sweep("quickstart", ["seed=0,1"])
+    comparing.carry_out(plan, str(tmp_path))
+    first = plan.runs[0]
+    create_run(run_url(str(tmp_path), first.run_id), first.config, flow_run_id="f", mlflow=None)
+    comparing.carry_out(plan, str(tmp_path))
+    assert known == [None, first.run_id], "only a run that does not exist needs MLflow"
 
 
 def test_a_run_with_a_flow_run_of_its_own_waits_for_the_end_of_an_earlier_start(monkeypatch):

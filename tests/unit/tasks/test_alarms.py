@@ -7,7 +7,9 @@ import pytest
 from pipelinerl.tasks import alarms
 from pipelinerl.tasks.alarms import RUN_STALLED, WINDOW_STEPS, Alarms, reward_fall
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.supervision.checks import check_alarm_query
+from pipelinerl_core.models.resolve import load_config
+from pipelinerl_core.report.query.database import check_alarm_query
+from pipelinerl_core.report.query.views import VIEWS
 from tests.synthetic_run import Shape, write_run
 
 RISE = [0.2 + 0.002 * step for step in range(150)]  # from 0.2 to 0.5
@@ -108,10 +110,27 @@ def test_a_wrong_query_is_an_error_with_the_same_pause(store):
     run_alarms.check_query(store, "select nothing from steps")  # within the pause
 
 
-@pytest.mark.parametrize("statement", ["selec 1", "select 1; select 2", " ", "-- nothing"])
-def test_a_text_that_is_no_statement_is_refused_at_the_start(statement):
-    with pytest.raises(ConfigError, match=r"tracking.alarm_query: SQL: "):
-        check_alarm_query(statement)
+def check(statement):
+    config = load_config("quickstart")
+    tracking = config.tracking.model_copy(update={"alarm_query": statement})
+    check_alarm_query(config.model_copy(update={"tracking": tracking}))
+
+
+WRONG = ["selec 1", "select 1; select 2", " ", "-- nothing", "select nothing from steps", "select step from stepz"]
+
+
+@pytest.mark.parametrize("statement", [*WRONG, "select sum(prompt) from rollouts", "drop table steps"])
+def test_a_text_that_is_no_query_of_a_run_is_refused_before_the_start(statement):
+    with pytest.raises(ConfigError, match=r"^tracking.alarm_query: SQL: [^\n]+$"):
+        check(statement)
+
+
+def test_a_query_of_every_view_is_accepted_before_the_start():
+    for statement in ("", "select 1 ;\n", "select step, step from steps -- twice", "from steps where step > 3"):
+        check(statement)
+    for name, view in VIEWS.items():
+        columns = ", ".join(f'"{column}"' for column in view.columns)
+        check(f"with own as (select {columns} from {name}) select * from own order by 1 limit 3")
 
 
 def test_what_an_earlier_start_has_told_is_not_told_again(events):
