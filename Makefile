@@ -115,7 +115,7 @@ $(DOCS)/.installed: requirements-docs.lock
 docs-reference: install ## write the generated pages: configuration, commands, schemas, views, metrics, tasks
 	$(BIN)/python -m infra.reference
 
-docs-capture: install $(DEV) ## take the pictures in docs/images (Debian's chromium; about 8 minutes)
+docs-capture: install $(DEV) ## take the pictures in docs/images (Debian's chromium; about 15 minutes)
 	PIPELINERL_UPDATE_SCREENSHOTS=1 $(BIN)/python -m pytest -q -m slow tests/integration/test_browser.py
 
 images: ## build the container images of all roles (needs Docker)

@@ -43,6 +43,10 @@ SETTINGS = (
     "store.trainer_logprobs=true",
     *(("eval.num_prompts=200",) if UPDATES else SMALL),
 )
+SWEEP = (
+    *("learner.lr=1e-4,1e-3", "seed=0,1,2", "trainer.steps=40", "trainer.groups_per_step=16"),
+    *("engine.concurrency=64", "eval.num_prompts=200", "--limit", "2"),
+)
 START_SECONDS = 300.0
 RUN_SECONDS = 400.0
 
@@ -302,6 +306,19 @@ def test_rollouts_of_all_steps_lead_to_the_ratios_of_their_tokens(world, page, p
     page.until("the ratios", "[...document.querySelectorAll('.rollout span[title]')].every(one => "
                "one.title.includes('ratio') || one.title.includes('given'))")  # fmt: skip
     picture("rollout.png", height=640)
+    assert page.errors == []
+
+
+@pytest.mark.skipif(not UPDATES, reason="six runs, for a picture")
+def test_the_page_of_a_sweep_has_its_table_and_figure(page, picture, tmp_path, prepared_model):
+    command = [sys.executable, "-m", "pipelinerl.flows.cli", "sweep", "quickstart", *SWEEP]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    subprocess.run([*command, "--root", str(tmp_path)], cwd=ROOT, env=environment, check=True, timeout=1000)
+    (html,) = tmp_path.glob("comparisons/*/comparison.html")
+    page.go(html.as_uri(), width=1200)
+    page.sees("Highest last accuracy", "Table", "Figure", "Runs")
+    runs = "[...document.querySelectorAll('section')].at(-1).getBoundingClientRect().top + scrollY"
+    picture("sweep.png", height=int(page.value(runs)))
     assert page.errors == []
 
 
