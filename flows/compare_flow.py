@@ -45,7 +45,7 @@ from pipelinerl_core.report.html import duration
 from pipelinerl_core.run.locate import root_url, run_url
 from pipelinerl_core.run.mlflow_run import closing
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.supervision.checks import space_lines
+from pipelinerl_core.supervision.checks import check_root, space_lines
 from pipelinerl_core.supervision.process_groups import kill_tools
 from pipelinerl_core.telemetry.mlflow import PARENT_TAG
 from pipelinerl_core.telemetry.redact import redact_text
@@ -131,6 +131,7 @@ def compare_runs(plan: Plan, root: str, *, checked: str = "") -> dict[str, Any]:
     checked: id of the run whose configuration the caller has checked; empty: none.
     """
     check_deployment(plan.wanted.deployment)
+    check_root(root_url(root))
     results = Results(plan, root)
     labels = {"preset": plan.wanted.source, "comparison": plan.name}
     tracker, parent = open_comparison(plan.runs[0].config, root_url(root), plan.key, labels, str(flow_run.id))

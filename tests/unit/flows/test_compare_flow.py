@@ -22,6 +22,7 @@ from pipelinerl_core.comparison.results import Results
 from pipelinerl_core.config.arm import Arm
 from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.run.locate import create_run, run_url
+from pipelinerl_core.run.mlflow_run import NoTracker
 from pipelinerl_core.supervision import checks
 from tests.builders import ManualClock
 
@@ -198,6 +199,18 @@ def test_a_stop_interrupts_the_waits_of_a_run_once(monkeypatch):
         roles.wait(0)  # while its roles stop
     finally:
         RUN_THREAD.reset(token)
+
+
+def test_a_comparison_of_a_deployment_creates_its_root(monkeypatch, tmp_path):
+    root = tmp_path / "new"
+    for name in ("label_flow_run", "run_all", "write_comparison", "log_comparison", "show_comparison"):
+        monkeypatch.setattr(compare_flow, name, lambda *_: {})
+    existed = []
+    monkeypatch.setattr(
+        compare_flow, "open_comparison", lambda *_: existed.append(root.is_dir()) or (NoTracker(), None)
+    )
+    compare_flow.compare_runs(plan_sweep("quickstart", ["seed=0,1"]), str(root))
+    assert existed == [True]
 
 
 def test_the_check_of_a_comparison_knows_whether_its_first_run_exists(monkeypatch, tmp_path):
