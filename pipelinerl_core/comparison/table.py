@@ -36,7 +36,7 @@ def notes(document: Document) -> list[str]:
         for run, share in document["overrun"].items()
     ]
     if len(document["seeds"]) == 1 and len(document["arms"]) > 1:
-        lines.append("one seed: a difference may be chance. Set --seeds 0,1,2 for its spread")
+        lines.append("one seed: a difference may be chance. Give several seeds, such as 0,1,2, for its spread")
     lines += [
         f"{arm} is left out: it has run with {seeds_text({'seeds': seeds})} only"
         for arm, seeds in document["left_out"].items()

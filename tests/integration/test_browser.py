@@ -44,7 +44,7 @@ SETTINGS = (
     *(("eval.num_prompts=200",) if UPDATES else SMALL),
 )
 SWEEP = (
-    *("learner.lr=1e-4,1e-3", "seed=0,1,2", "trainer.steps=40", "trainer.groups_per_step=16"),
+    *("learner.lr=1e-3,3e-4,1e-4,3e-5,1e-5,1e-6", "trainer.steps=16", "trainer.groups_per_step=16"),
     *("engine.concurrency=64", "eval.num_prompts=200", "--limit", "2"),
 )
 START_SECONDS = 300.0
