@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,16 @@ GROUPS = {
     "vllm": (  # share engine cores
         "test_engine_contract", "test_vllm_engine", "test_parity_gate", "test_vllm_run", "test_tiny_presets",
     ),
-    "golden": ("test_golden_runs",),
-    "demo": ("test_demo", "test_tutorial"),  # share the converted model
-    "chaos": ("test_chaos",),
-    "hub": ("test_hub_process",),
-    "ranks": ("test_trainer_ranks",),
     "packages": (  # call apt-get, pip or make
         "test_wheel", "test_browser", "test_compose_commands", "test_infra_schemas", "test_infra_tools",
         "test_local_server",
     ),
+    "pools": ("test_work_pools",),
+    "command": ("test_cli_processes",),
+    "faults": ("test_store_faults",),
+    "chaos": ("test_chaos",),
+    "ranks": ("test_trainer_ranks",),
+    "demo": ("test_demo", "test_tutorial"),  # share the converted model
 }  # fmt: skip
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 _ORDER = list(GROUPS)
@@ -160,6 +161,28 @@ def s3_environment(monkeypatch: pytest.MonkeyPatch):
 def store() -> MemoryStore:
     """An empty store in memory."""
     return MemoryStore()
+
+
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
+    """A function: arguments of a command that must end with exit code 2 and no result -> its lines on stderr.
+
+    The command runs in this process, because a process takes up to four seconds to start.
+    """
+
+    def lines(*arguments: str) -> list[str]:
+        from pipelinerl.flows.cli import main
+
+        monkeypatch.setattr(sys, "argv", ["pipelinerl", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        stdout, stderr = capfd.readouterr()
+        assert (ended.value.code, stdout) == (2, ""), stderr
+        assert "Traceback" not in stderr
+        assert stderr.splitlines()[-1].startswith("pipelinerl: ")
+        return stderr.splitlines()
+
+    return lines
 
 
 @pytest.fixture

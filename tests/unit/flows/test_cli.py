@@ -23,13 +23,15 @@ def pipelinerl(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
 
 
-def refused(*arguments: str) -> str:
-    """The one line of a command that must end with 2 and print nothing else."""
-    ended = pipelinerl(*arguments)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    lines = ended.stderr.splitlines()
-    assert len(lines) == 1, ended.stderr
-    return lines[0]
+@pytest.fixture
+def refused(refusal):
+    """A function: arguments of a command that must be refused -> the one line that the command prints."""
+
+    def line(*arguments: str) -> str:
+        (only,) = refusal(*arguments)
+        return only
+
+    return line
 
 
 def test_a_full_disk_and_a_reader_that_leaves_are_no_traceback():
@@ -87,28 +89,28 @@ def test_config_keys_lists_every_setting_with_its_meaning():
     assert text.index("prompts.answer_column =") < text.index("# with prompts.kind=huggingface:")
 
 
-def test_an_unknown_key_names_the_nearest_key():
+def test_an_unknown_key_names_the_nearest_key(refused):
     assert "trainer.step: no such key; did you mean trainer.steps?" in refused(
         "train", "quickstart", "trainer.step=3"
     )
 
 
-def test_an_unknown_preset_names_the_known_ones():
+def test_an_unknown_preset_names_the_known_ones(refused):
     assert "quickstart" in refused("train", "quickstrat")
 
 
-def test_an_unusable_root_is_refused_before_anything_starts(tmp_path):
+def test_an_unusable_root_is_refused_before_anything_starts(tmp_path, refused):
     (tmp_path / "file").write_text("")
     assert "cannot be written" in refused("train", "quickstart", "--root", str(tmp_path / "file" / "runs"))
 
 
-def test_a_missing_model_directory_is_refused(tmp_path):
+def test_a_missing_model_directory_is_refused(tmp_path, refused):
     line = refused("train", "quickstart", f"model.path={tmp_path / 'none'}", "--root", str(tmp_path))
     assert "no such directory" in line
     assert "model.path" in line
 
 
-def test_a_run_that_does_not_exist_is_refused(tmp_path):
+def test_a_run_that_does_not_exist_is_refused(tmp_path, refused):
     for command in ("status", "resume", "report"):
         assert "no run at" in refused(command, "nosuch-12345678", "--root", str(tmp_path))
 
@@ -128,25 +130,25 @@ def test_report_writes_the_report_anew(tmp_path):
 TWO_ARMS = ("--arm", "keep: engine.kv=keep", "--arm", "drain: engine.kv=drain")
 
 
-def test_compare_refuses_bad_input_with_one_line():
+def test_compare_refuses_bad_input_with_one_line(refused):
     assert "at least two arms" in refused("compare")
     assert "arm b: engine.kvs: no such key" in refused("compare", "--arm", "a:", "--arm", "b: engine.kvs=keep")
     assert "--target 1.5" in refused("compare", *TWO_ARMS, "--target", "1.5")
     assert "seeds a" in refused("compare", *TWO_ARMS, "--seeds", "a")
 
 
-def test_sweep_refuses_bad_input_with_one_line():
+def test_sweep_refuses_bad_input_with_one_line(refused):
     assert "nothing to sweep" in refused("sweep", "quickstart", "trainer.steps=4")
     assert "--deployment needs a Prefect server" in refused("sweep", "quickstart", "seed=0,1", "--deployment", "a/b")
 
 
-def test_simulate_paper_is_one_document_with_the_published_figures():
+def test_simulate_paper_is_one_document_with_the_published_figures(refused):
     document = json.loads(pipelinerl("simulate", "--paper", "--json").stdout)
     assert document["results"]["ratio"] == pytest.approx(document["published"]["ratio"], abs=0.01)
     assert "--paper" in refused("simulate")
 
 
-def test_simulate_refuses_bad_input_with_one_line(tmp_path):
+def test_simulate_refuses_bad_input_with_one_line(tmp_path, refused):
     (tmp_path / "lengths.json").write_text("[]")
     preset = ("simulate", "math-7b-16gpu")
     assert "generate on 16 of 16 GPUs, so none trains" in refused(*preset, "placement.actors=16", "--gpus", "16")
@@ -191,7 +193,7 @@ def test_version_names_the_release_and_the_commit():
     assert re.fullmatch(r"pipelinerl \d+\.\d+\.\d+(\+[0-9a-f]{7})?\n", pipelinerl("--version").stdout)
 
 
-def test_init_writes_a_file_that_train_reads_and_refuses_to_overwrite_the_file(tmp_path):
+def test_init_writes_a_file_that_train_reads_and_refuses_to_overwrite_the_file(tmp_path, refused):
     file = tmp_path / "mine.toml"
     assert str(file) in pipelinerl("init", str(file), "trainer.steps=7").stdout
     assert load_config(str(file)) == load_config("quickstart", ["trainer.steps=7"])
