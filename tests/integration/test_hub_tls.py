@@ -128,6 +128,7 @@ def sync(boot_id: str) -> Sync:
 
 
 @pytest.mark.slow
+@pytest.mark.campaign  # the actor above reconnects over TLS; test_hub_process.py kills the hub of a run
 @pytest.mark.timeout(600)
 def test_a_run_over_tls_survives_its_hub(tmp_path, prepared_model):
     url, log = f"file://{tmp_path}/run", tmp_path / "roles.log"

@@ -147,7 +147,9 @@ def test_a_task_that_nobody_has_looked_at_is_refused_by_name(monkeypatch):
         check_task("brand_new")
 
 
-@pytest.mark.parametrize("count", [NUM_REFERENCES, pytest.param(MANY_REFERENCES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [NUM_REFERENCES, pytest.param(MANY_REFERENCES, marks=[pytest.mark.slow, pytest.mark.campaign])]
+)
 @pytest.mark.parametrize("task", sorted(task for task, gate in GATES.items() if gate != "none"))
 def test_every_reference_answer_passes(task, count):
     for entry in references(task, count):
