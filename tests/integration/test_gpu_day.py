@@ -13,8 +13,7 @@ import pytest
 
 from tests.integration.pipeline import ROOT
 
-# tests/unit/infra/test_gpu_day.py has the stages, test_bench_gpu.py an engine with torch and transformers alone.
-pytestmark = [pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 PROGRAM = str(ROOT / "infra" / "gpu_day.py")
 PACKED = ("accelerate", "blake3", "peft", "prometheus_client", "psutil", "pyarrow", "pydantic", "pydantic_core")
