@@ -37,12 +37,12 @@ from pipelinerl_core.comparison.plan import (
     is_complete,
     plan_comparison,
 )
-from pipelinerl_core.comparison.results import HTML_KEY, Results, RunsFailed
+from pipelinerl_core.comparison.results import HTML_KEY, JSON_KEY, Results, RunsFailed
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.arm import Arm
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded
 from pipelinerl_core.report.html import duration
-from pipelinerl_core.run.locate import root_url, run_url
+from pipelinerl_core.run.locate import find_run, root_url, run_url
 from pipelinerl_core.run.mlflow_run import closing
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision.checks import check_root, space_lines
@@ -131,10 +131,14 @@ def compare_runs(plan: Plan, root: str, *, checked: str = "") -> dict[str, Any]:
     checked: id of the run whose configuration the caller has checked; empty: none.
     """
     check_deployment(plan.wanted.deployment)
-    check_root(root_url(root))
-    results = Results(plan, root)
+    results = Results(plan, root)  # waits for a store that does not answer
+    if not results.store.exists(JSON_KEY):
+        check_root(root_url(root))  # creates the directory in which MLflow may have its files
     labels = {"preset": plan.wanted.source, "comparison": plan.name}
-    tracker, parent = open_comparison(plan.runs[0].config, root_url(root), plan.key, labels, str(flow_run.id))
+    is_new = any(find_run(run_url(root, run.run_id)) is None for run in incomplete_runs(plan, root))
+    tracker, parent = open_comparison(
+        plan.runs[0].config, root_url(root), plan.key, labels, str(flow_run.id), is_required=is_new
+    )
     run_labels = {**labels, PARENT_TAG: parent} if parent else labels
     label_flow_run({URL_LABEL: results.store.url, MLFLOW_LABEL: tracker.page})
     with closing(tracker):
@@ -195,7 +199,6 @@ def run_all(
     logger.info("%d runs, %d of them already done", len(plan.runs), num_started)
     for line in space_lines([run.config for run in pending], root_url(root)):
         logger.warning("%s", line)
-    write_comparison(results, [], return_state=True)  # a table of the runs so far; a later command finds it
     children: list[_Child] = []
     changed, looked_at = Event(), time.monotonic()
     deadline = looked_at + WAIT_SECONDS
@@ -221,8 +224,9 @@ def run_all(
             for child in [child for child in children if child.role.has_ended()]:
                 children.remove(child)
                 _note_end(child, results, run_url(root, child.run.run_id), plan.wanted.target)
-                budget.note(child.run.arm, child.seconds)
-                results.add_seconds(child.run, child.seconds)
+                if child.seconds:  # it was seen while it was running
+                    budget.note(child.run.arm, child.seconds)
+                    results.add_seconds(child.run, child.seconds)
                 write_comparison(results, budget.dropped, return_state=True)  # Prefect logs an error; the runs go on
                 deadline = time.monotonic() + WAIT_SECONDS
             if time.monotonic() > deadline:

@@ -108,7 +108,10 @@ def start_rclone(root: Path) -> S3Server:
     port = free_port()
     command = [find_rclone(), "serve", "s3", str(root), "--addr", f"127.0.0.1:{port}", "--config", "/dev/null"]
     process = subprocess.Popen(
-        [*command, "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*command, "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        process_group=0,
     )
     deadline = time.monotonic() + 60
     while True:

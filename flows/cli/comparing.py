@@ -10,7 +10,7 @@ from pipelinerl_core.comparison.table import markdown
 from pipelinerl_core.config.arm import Arm, parse_arm, read_arms
 from pipelinerl_core.report.query.database import check_alarm_query
 from pipelinerl_core.run.locate import find_run, root_url, run_url
-from pipelinerl_core.supervision.checks import check_all
+from pipelinerl_core.supervision.checks import check_all, check_root
 
 
 def split_source(source: str, overrides: Sequence[str]) -> tuple[str, tuple[str, ...]]:
@@ -28,10 +28,13 @@ def carry_out(plan: Plan, root: str) -> dict[str, Any]:
 
     With a deployment, the hosts of the runs check all of them.
     """
-    first = plan.runs[0]
-    check_alarm_query(first.config)
     if not plan.wanted.deployment:
-        for line in check_all(first.config, root_url(root), run=find_run(run_url(root, first.run_id))):
+        first = plan.runs[0]
+        check_root(root_url(root))
+        run = find_run(run_url(root, first.run_id))
+        if run is None:
+            check_alarm_query(first.config)
+        for line in check_all(first.config, root_url(root), run=run):
             say(line)
     from pipelinerl.flows.cli.launch import run_comparison
 

@@ -59,8 +59,6 @@ def sql(
 def _show(database: Any, statement: str, limit: int, *, as_csv: bool, as_json: bool) -> None:
     from pipelinerl_core.report.query.output import csv_parts, document, table_lines
 
-    for line in database.unknown_metrics(statement):
-        say(f"note: {line}")
     result = database.sql(statement)
     with database.reading():
         if as_csv:
@@ -69,6 +67,8 @@ def _show(database: Any, statement: str, limit: int, *, as_csv: bool, as_json: b
             answer(document(result, 0), [], as_json=True)
         else:
             answer(None, table_lines(result, limit), as_json=False)
+    for line in database.unknown_metrics(statement):
+        say(f"note: {line}")
 
 
 def _statements() -> Iterator[str]:

@@ -6,7 +6,6 @@ from typing import Any
 
 from pipelinerl.flows.cli.console import answer, say
 from pipelinerl_core.errors import PipelineRLError
-from pipelinerl_core.report.diagnosis import diagnosis_texts
 from pipelinerl_core.report.document import held_out_name
 from pipelinerl_core.report.live_view import spark_marks, sparkline
 from pipelinerl_core.report.query.database import check_alarm_query
@@ -123,7 +122,7 @@ def summary(report: Mapping[str, Any], location: str) -> list[str]:
         lines.append(f"  {swaps:<17}  p50 {pause['p50'] * 1e3:.1f} ms, max {pause['max'] * 1e3:.1f} ms")
     if bottleneck := (report["advice"] or "").removeprefix(report["warning"] or "").strip():
         lines.append(f"  bottleneck         {bottleneck}")
-    lines += [f"  diagnosis          {text}" for text in diagnosis_texts(report["findings"], report["steps"])]
+    lines += [f"  diagnosis          {finding['text']}" for finding in report["findings"]]
     if report["mlflow"] is not None:
         lines.append(f"  MLflow             {report['mlflow']}")
     lines.append(f"  report             {location}")

@@ -1,48 +1,42 @@
 """The MLflow run of a comparison: the parent of the MLflow runs of its arms and seeds."""
 
-import logging
 import re
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from pipelinerl_core.comparison.plan import digest_of
 from pipelinerl_core.comparison.results import HTML_KEY, JSON_KEY, SVG_KEY
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.mlflow_run import NoTracker, RunTracker, source_tags
-from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.telemetry.mlflow import URL_TAG, MlflowTracker, tracking_uri
-
-logger = logging.getLogger(__name__)
 
 _NO_METRIC_NAME = r"[^\w. -]"
 """MLflow refuses other characters, such as the = of "learner.lr=1e-6", in names of metrics."""
 
 
 def open_comparison(
-    config: RunConfig, root: str, key: str, labels: Mapping[str, str], flow_run_id: str
+    config: RunConfig, root: str, key: str, labels: Mapping[str, str], flow_run_id: str, *, is_required: bool
 ) -> tuple[RunTracker, str | None]:
     """Find or create the MLflow run of a comparison; returns the tracker and the run's id, None without MLflow.
 
     config: of any run of the comparison; names the MLflow server. key: of the comparison under the root. labels:
-    further tags. Raises ConfigError when MLflow cannot be reached, unless an earlier command has written a table.
+    further tags. is_required: raise ConfigError when MLflow cannot be reached; otherwise a later command writes the
+    table to MLflow.
     """
     uri = tracking_uri(config.tracking.chosen_uri, root)
     if uri is None:
         return NoTracker(), None
     name, url = key.rpartition("/")[2], f"{root}/{key}"
     tags = {**source_tags(flow_run_id), **labels, URL_TAG: url}
-    experiment = config.tracking.experiment
-    open_run = partial(MlflowTracker, uri, experiment, name, tags=tags, is_own=lambda of: of.get(URL_TAG, url) == url)
-    try:
-        tracker = open_run()
-    except ConfigError as error:
-        if not open_store(url).exists(JSON_KEY):
-            raise
-        logger.warning("%s. The same command writes the table to MLflow later", error)
-        tracker = open_run(is_required=False)
+    tracker = MlflowTracker(
+        uri,
+        config.tracking.experiment,
+        name,
+        tags=tags,
+        is_required=is_required,
+        is_own=lambda of: of.get(URL_TAG, url) == url,
+    )
     return tracker, tracker.run_id or None
 
 

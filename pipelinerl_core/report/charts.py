@@ -208,8 +208,8 @@ def area_chart(
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """Centred moving mean over a twentieth of the points, shorter at the ends."""
-    half = len(points) // 40
+    """Centred moving mean over a twentieth of the points, at least three, shorter at the ends."""
+    half = max(1, len(points) // 40)
     values = [y for _, y in points]
     return [
         (x, float(np.mean(values[max(0, index - half) : index + half + 1]))) for index, (x, _) in enumerate(points)

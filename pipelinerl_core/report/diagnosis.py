@@ -100,11 +100,6 @@ def as_documents(findings: Iterable[Finding]) -> list[dict[str, Any]]:
     return [asdict(finding) for finding in findings]
 
 
-def diagnosis_texts(findings: Sequence[Mapping[str, Any]], step: int) -> list[str]:
-    """The documents of findings as lines for a reader, who learns after the first step if there are none."""
-    return [finding["text"] for finding in findings] or ["no known problem in the newest steps"] * (step > 0)
-
-
 @dataclass(frozen=True, eq=False)
 class _Newest:
     """The scored rollouts of the newest steps, and what the checks need of them."""

@@ -15,7 +15,7 @@ from rich.text import Text
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report.actor_alarms import alarm_text
 from pipelinerl_core.report.advice import clipped_advice, refused_advice, unmoved_advice
-from pipelinerl_core.report.diagnosis import as_documents, diagnose, diagnosis_texts, text_decoder
+from pipelinerl_core.report.diagnosis import as_documents, diagnose, text_decoder
 from pipelinerl_core.report.equal_rewards import WARN_STEPS, equal_reward, headline
 from pipelinerl_core.report.facts import newest_facts
 from pipelinerl_core.report.scrape_targets import live_roles, role_progress
@@ -116,7 +116,7 @@ def format_status(store: ObjectStore) -> str:
         lines.append("tokens: " + ", ".join(f"{name} {num:,}" for name, num in status["ledger"].items()))
     if status["length_bias"]["classes"]:
         lines.append(f"lengths: {length_line(status['length_bias'])}")
-    lines += [f"diagnosis: {text}" for text in diagnosis_texts(status["findings"], status["step"])]
+    lines += [f"diagnosis: {finding['text']}" for finding in status["findings"]]
     lines += [f"mixture: {part_line(name, part)}" for name, part in status["parts"].items()]
     for name, actor in status["actors"].items():
         slots = f"{actor['running']} of {actor['concurrency']} slots, {actor['waiting']} waiting"

@@ -93,7 +93,8 @@ def open_tracker(
         """A new run takes the MLflow run of an earlier start that failed before run.json, but none of another run."""
         if record is not None:
             return not is_original_of(url, of)
-        return LOGGED_TAG not in of and all(of.get(name) == tags[name] for name in (URL_TAG, HOST_TAG))
+        names = (URL_TAG,) if local_directory(url) is None else (URL_TAG, HOST_TAG)
+        return LOGGED_TAG not in of and all(of.get(name) == tags[name] for name in names)
 
     if uri is not None:
         tracker = MlflowTracker(

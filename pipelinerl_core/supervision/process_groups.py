@@ -32,10 +32,11 @@ def kill_group(group: int) -> None:
 
 
 def kill_tools() -> None:
-    """Send SIGKILL to tools and checks: the children of this process that lead no process group."""
+    """Send SIGKILL to tools and checks: the children of this process that lead no group, trackers excepted."""
     for child in _children(lead=False):
         with suppress(psutil.Error):
-            child.kill()
+            if not any(_TRACKER in argument for argument in child.cmdline()):
+                child.kill()
 
 
 def await_groups(seconds: float) -> list[int]:

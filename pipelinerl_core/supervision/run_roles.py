@@ -23,7 +23,7 @@ from pipelinerl_core.supervision.role_logs import RoleLog
 from pipelinerl_core.supervision.role_problems import RoleProblems
 from pipelinerl_core.supervision.supervise import STABLE_SECONDS, STOP_SECONDS, RoleReport, supervise_role
 
-HUB_RETURN_SECONDS = 60.0
+HUB_RETURN_SECONDS = 30.0
 """A restarted hub writes heartbeats within this time, also on busy cores; otherwise the run has stopped."""
 _POLL_SECONDS = 0.5
 _REPLACED_LEASES = 2.0

@@ -63,8 +63,11 @@ def check_alarm_query(config: RunConfig) -> None:
     record = RunRecord(run_id="r", created_at=0.0, code_version="", config=config.model_dump(mode="json"))
     store.put(RUN_KEY, record.model_dump_json().encode())
     try:
-        with Database([store]) as database:  # in brackets, the text cannot be several statements
-            database.table(f"EXPLAIN SELECT * FROM ({statement.rstrip().removesuffix(';')}\n)")
+        with Database([store]) as database:
+            with database.reading():
+                if [each.type.name for each in _import_duckdb().extract_statements(statement)] != ["SELECT"]:
+                    raise ConfigError("SQL: the text is not one SELECT")
+            database.table(f"EXPLAIN {statement}")
     except ConfigError as error:
         raise ConfigError(f"tracking.alarm_query: {error}") from None
 
@@ -125,11 +128,15 @@ class Database:
         return reader
 
     def unknown_metrics(self, statement: str) -> list[str]:
-        """One line for each name like 'reward/mean' in a statement that no step has. Raises as `sql`."""
-        wanted = set(_METRIC.findall(statement))
-        views = [view for view in _METRIC_NAMES if wanted and re.search(rf"\b{view}\b", statement)]
+        """One line for each name like 'reward/mean' in a statement that no step has, with a group that steps have.
+
+        Raises as `sql`.
+        """
+        names = set(_METRIC.findall(statement))
+        views = [view for view in _METRIC_NAMES if names and re.search(rf"\b{view}\b", statement)]
         known = [name for view in views for name in self.table(_METRIC_NAMES[view]).column(0).to_pylist()]
-        near = {name: difflib.get_close_matches(name, known, 1) for name in sorted(wanted - set(known)) if views}
+        wanted = {name for name in names if name.partition("/")[0] in {name.partition("/")[0] for name in known}}
+        near = {name: difflib.get_close_matches(name, known, 1) for name in sorted(wanted - set(known))}
         return [
             f"no step has the metric {name}" + (f"; did you mean {like[0]}?" if like else "")
             for name, like in near.items()

@@ -184,7 +184,7 @@ def test_no_help_imports_anything_heavy():
     assert ended.stdout.strip() == "[]"
 
 
-def test_config_refuses_an_alarm_query_that_no_run_can_answer():
+def test_config_refuses_an_alarm_query_that_no_run_can_answer(refused):
     line = refused("config", "quickstart", "tracking.alarm_query=select rewards from steps")
     assert line.startswith("pipelinerl: tracking.alarm_query: SQL: ")
 

@@ -207,10 +207,25 @@ def test_a_comparison_of_a_deployment_creates_its_root(monkeypatch, tmp_path):
         monkeypatch.setattr(compare_flow, name, lambda *_: {})
     existed = []
     monkeypatch.setattr(
-        compare_flow, "open_comparison", lambda *_: existed.append(root.is_dir()) or (NoTracker(), None)
+        compare_flow, "open_comparison", lambda *_, is_required: existed.append(root.is_dir()) or (NoTracker(), None)
     )
     compare_flow.compare_runs(plan_sweep("quickstart", ["seed=0,1"]), str(root))
     assert existed == [True]
+
+
+def test_a_comparison_needs_mlflow_while_a_run_of_it_does_not_exist(monkeypatch, tmp_path):
+    for name in ("label_flow_run", "run_all", "write_comparison", "log_comparison", "show_comparison"):
+        monkeypatch.setattr(compare_flow, name, lambda *_: {})
+    needed = []
+    monkeypatch.setattr(
+        compare_flow, "open_comparison", lambda *_, is_required: needed.append(is_required) or (NoTracker(), None)
+    )
+    plan = plan_sweep("quickstart", ["seed=0,1"])
+    for run in plan.runs:
+        compare_flow.compare_runs(plan, str(tmp_path))
+        create_run(run_url(str(tmp_path), run.run_id), run.config, flow_run_id="f", mlflow=None)
+    compare_flow.compare_runs(plan, str(tmp_path))
+    assert needed == [True, True, False]
 
 
 def test_the_check_of_a_comparison_knows_whether_its_first_run_exists(monkeypatch, tmp_path):

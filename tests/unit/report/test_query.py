@@ -325,8 +325,8 @@ def test_the_command_prints_one_line_for_an_error_and_answers_statements_of_stdi
 def test_the_name_of_an_unknown_metric_is_noted(database):
     (note,) = database.unknown_metrics("select metrics['reward/man'] from steps where metrics['reward/mean'] > 0")
     assert note == "no step has the metric reward/man; did you mean reward/mean?"
-    assert len(database.unknown_metrics("select value from metrics where name = 'policy/none_such'")) == 1
-    assert database.unknown_metrics("select * from rollouts where source = 'a/b'") == []
+    assert len(database.unknown_metrics("select value from metrics where name = 'reward/none_such'")) == 1
+    assert database.unknown_metrics("select * from rollouts join steps using (step) where source = 'a/b'") == []
 
 
 @pytest.mark.parametrize(
