@@ -186,6 +186,7 @@ def test_a_crash_after_each_single_write_changes_nothing(clean, tmp_path, monkey
     check_replays(crashed)
 
 
+@pytest.mark.campaign  # tests/unit/run/test_missing_commits.py, tests/unit/tools/test_replay.py
 def test_a_run_with_a_gap_in_its_commits_goes_on_as_its_error_says(tmp_path, monkeypatch):
     monkeypatch.setenv("PIPELINERL_TOKEN", TOKEN)
     url, log, stop = str(tmp_path / "order-gap"), tmp_path / "gap.log", threading.Event()
