@@ -42,6 +42,14 @@ def servers_under(directory: Path) -> list[psutil.Process]:
     return processes
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """(root, API URL) of a server that tests share."""
+    root = tmp_path_factory.mktemp("root")
+    with local_server(f"file://{root}") as url:
+        yield root, url
+
+
 def test_the_server_answers_inside_the_block_and_is_gone_after_the_block(tmp_path):
     with local_server(f"file://{tmp_path}") as url:
         assert answers(url)
@@ -71,24 +79,24 @@ def allowed_origin(url: str, origin: str, method: str) -> str | None:
     return answer_headers["Access-Control-Allow-Origin"]
 
 
-def test_a_web_page_of_another_origin_can_neither_read_nor_change_anything(tmp_path):
+def test_a_web_page_of_another_origin_can_neither_read_nor_change_anything(server):
     """A page that the user visits could otherwise start a run of a deployment, and so a command."""
-    with local_server(f"file://{tmp_path}") as url:
-        own, evil = url.removesuffix("/api"), "http://evil.example"
-        for method, path in (
-            ("OPTIONS", "/flow_runs/filter"),
-            ("GET", "/csrf-token?client=evil"),
-            ("GET", "/version"),
-        ):
-            for origin in (own, own.replace("127.0.0.1", "localhost")):
-                assert allowed_origin(f"{url}{path}", origin, method) == origin, "the server's own pages"
-            assert allowed_origin(f"{url}{path}", evil, method) is None
-        pool = json.dumps({"name": "evil", "type": "process"}).encode()
-        headers = {"Content-Type": "application/json", "Origin": evil}
-        assert status_of(Request(f"{url}/work_pools/", pool, headers)) == 403
-        assert status_of(Request(f"{url}/work_pools/", pool, {"Content-Type": "text/plain"})) == 403
-        # Only the token is missing above, and a page of another origin cannot read the token.
-        assert status_of(Request(f"{url}/work_pools/", pool, {**headers, **csrf_headers(url)})) == 201
+    _, url = server
+    own, evil = url.removesuffix("/api"), "http://evil.example"
+    for method, path in (
+        ("OPTIONS", "/flow_runs/filter"),
+        ("GET", "/csrf-token?client=evil"),
+        ("GET", "/version"),
+    ):
+        for origin in (own, own.replace("127.0.0.1", "localhost")):
+            assert allowed_origin(f"{url}{path}", origin, method) == origin, "the server's own pages"
+        assert allowed_origin(f"{url}{path}", evil, method) is None
+    pool = json.dumps({"name": "evil", "type": "process"}).encode()
+    headers = {"Content-Type": "application/json", "Origin": evil}
+    assert status_of(Request(f"{url}/work_pools/", pool, headers)) == 403
+    assert status_of(Request(f"{url}/work_pools/", pool, {"Content-Type": "text/plain"})) == 403
+    # Only the token is missing above, and a page of another origin cannot read the token.
+    assert status_of(Request(f"{url}/work_pools/", pool, {**headers, **csrf_headers(url)})) == 201
 
 
 def create_flow(url: str) -> str:
@@ -99,9 +107,10 @@ def create_flow(url: str) -> str:
 
 
 @pytest.mark.timeout(600)
-def test_the_pages_of_the_server_work_in_a_browser(tmp_path):
+def test_the_pages_of_the_server_work_in_a_browser(server):
     """The requests of the pages carry the CSRF token, also if the pages are opened at the other name of this host."""
-    with local_server(f"file://{tmp_path}") as url, browser() as page:
+    _, url = server
+    with browser() as page:
         body = json.dumps({"name": "a-run-of-the-test", "flow_id": create_flow(url)}).encode()
         headers = {"Content-Type": "application/json", **csrf_headers(url)}
         urlopen(Request(f"{url}/flow_runs/", body, headers), timeout=60).close()
@@ -110,12 +119,13 @@ def test_the_pages_of_the_server_work_in_a_browser(tmp_path):
             page.sees("a-run-of-the-test")
 
 
-def test_two_commands_on_one_root_do_not_share_a_database(tmp_path):
-    with local_server(f"file://{tmp_path}") as first, local_server(f"file://{tmp_path}") as second:
+def test_two_commands_on_one_root_do_not_share_a_database(server):
+    root, first = server
+    with local_server(f"file://{root}") as second:
         assert first != second
         assert answers(first)
         assert answers(second)
-        assert len(servers_under(tmp_path)) == 1, "the other server has a temporary home"
+        assert len(servers_under(root)) == 1, "the other server has a temporary home"
 
 
 def test_the_server_ends_when_its_parent_is_killed(tmp_path):
