@@ -32,6 +32,12 @@ VLLM_MARKS = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 EMBEDDED = {"embedded": _embedded, "embedded-deterministic": _deterministic, "embedded-emulated": _emulated}
+# The emulated engine is the embedded one with another clock: tests/unit/emulation/test_accelerators.py.
+KINDS = [
+    "embedded",
+    "embedded-deterministic",
+    pytest.param("embedded-emulated", marks=[pytest.mark.slow, pytest.mark.campaign]),
+]
 
 
 class EmbeddedBuilder:
@@ -48,7 +54,7 @@ class EmbeddedBuilder:
         return asyncio.run(asyncio.wait_for(coroutine, DEADLINE_SECONDS))
 
 
-@pytest.fixture(params=[*sorted(EMBEDDED), pytest.param("vllm", marks=VLLM_MARKS)])
+@pytest.fixture(params=[*KINDS, pytest.param("vllm", marks=VLLM_MARKS)])
 def build(request):
     """Builds an engine of each kind."""
     if request.param == "vllm":
@@ -56,7 +62,7 @@ def build(request):
     return EmbeddedBuilder(request.param)
 
 
-@pytest.fixture(params=sorted(EMBEDDED))
+@pytest.fixture(params=KINDS)
 def seeded(request):
     """Builds an engine that draws the noise of a token from the seed of its request and its place alone."""
     return EmbeddedBuilder(request.param)

@@ -68,7 +68,8 @@ def assert_spans_cover(completion):
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
 async def test_log_probabilities_are_those_of_the_plain_forward_at_mixed_lengths_and_temperatures(build, family):
-    model, reference = tiny_model(family), {0: tiny_model(family)}
+    untied = {"tied": family == "qwen2"}
+    model, reference = tiny_model(family, **untied), {0: tiny_model(family, **untied)}
     rng = np.random.default_rng(0)
     requests = [
         ask(
@@ -133,9 +134,10 @@ async def test_top_p_draws_from_the_nucleus_and_records_its_probabilities(build)
 
 async def test_tokens_before_a_swap_are_of_the_old_weights_and_all_later_tokens_of_the_new_weights(build):
     forced = 11
-    models = {0: tiny_model(tied=False), 4: tiny_model(tied=False)}
+    untied = partial(tiny_model, "llama", tied=False)
+    models = {0: untied(), 4: untied()}
     models[4].load_state_dict(forcing_weights(models[4], forced))
-    engine = await build(tiny_model(tied=False), slots=3)
+    engine = await build(untied(), slots=3)
     tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=80 + i, seed=i))) for i in range(3)]
     await until(lambda: engine.stats().num_tokens >= 27, "27 tokens")
     report = await engine.swap(update_of(forcing_weights(models[4], forced), 4))

@@ -61,16 +61,25 @@ def run(tmp_path, model):
     return url
 
 
-def test_the_card_names_base_licence_data_reward_and_how_to_train_again(run, tmp_path):
+def test_transformers_loads_the_weights_and_the_card_says_where_they_come_from(run, tmp_path):
     (tmp_path / "start" / "README.md").write_text("---\nlicense: apache-2.0\ntags: [x]\n---\n# Start\nlicense: no\n")
-    export(run, tmp_path / "exported")
-    card = (tmp_path / "exported" / "README.md").read_text()
+    origin = export(run, tmp_path / "out", "last")
+    card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert card.count("license: ") == card.count("license: apache-2.0") == 1
     assert "# start, 2 steps of reinforcement learning" in card
     assert "* **Rows**: `sums`; **reward**: `sums`" in card
     assert "| 2 | 0.200 |" in card
-    assert load_config(str(tmp_path / "exported" / "pipelinerl.toml")) == open_run(run).config
+    assert load_config(str(tmp_path / "out" / "pipelinerl.toml")) == open_run(run).config
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all((parameter == 2.0).all() for parameter in loaded.parameters())
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    written = json.loads((tmp_path / "out" / "pipelinerl.json").read_text())
+    assert (written["run_id"], written["version"]) == ("one", 2)
+    assert written.items() <= origin.items()
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as exported:
+        assert exported.metadata() == {"format": "pt"}
 
 
 def test_an_export_has_the_files_of_the_user_and_settings_that_name_them(run, tmp_path, monkeypatch):
@@ -89,20 +98,6 @@ def test_an_export_has_the_files_of_the_user_and_settings_that_name_them(run, tm
     monkeypatch.chdir(tmp_path / "exported")
     settings = load_config("pipelinerl.toml")
     assert [local_code(settings), read_local("loss.function", settings.loss.function)] == texts
-
-
-@pytest.mark.parametrize(("version", "value"), [("last", 2.0), pytest.param("0", 0.0, marks=pytest.mark.slow)])
-def test_transformers_loads_the_weights_of_the_version(run, tmp_path, version, value):
-    origin = export(run, tmp_path / "out", version)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert all((parameter == value).all() for parameter in loaded.parameters())
-    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
-    assert (tmp_path / "out" / "tokenizer.json").exists()
-    written = json.loads((tmp_path / "out" / "pipelinerl.json").read_text())
-    assert (written["run_id"], written["version"]) == ("one", int(value))
-    assert written.items() <= origin.items()
-    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as exported:
-        assert exported.metadata() == {"format": "pt"}
 
 
 @pytest.mark.slow
