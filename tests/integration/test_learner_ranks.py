@@ -134,11 +134,11 @@ def outcomes(request, common, tmp_path_factory):
     left_out = CAMPAIGN | {f"{name}_{kind}" for name in CAMPAIGN_REFUSALS for kind in ("refused", "undisturbed")}
     if any(item.path == request.path and item.get_closest_marker("campaign") for item in request.session.items):
         left_out = set()
-    two, one = (
+    together, alone = (
         [each for each in cases if each["name"] not in left_out] for cases in (TWO_RANKS + REFUSALS, ONE_RANK)
     )
     out = tmp_path_factory.mktemp("ranks")
-    return run_cases(2, two, common, out) | run_cases(1, one, common, out)
+    return run_cases(2, together, common, out) | run_cases(1, alone, common, out)
 
 
 # Python imports a module of this name at its start. Rank 1 has no memory for its packs.
