@@ -15,7 +15,7 @@ from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS = 16
+STEPS = 12
 GROUPS = 8
 SETTINGS = [
     f"trainer.steps={STEPS}",
@@ -74,7 +74,13 @@ def trained_rows(url):
                 yield from decode_batch(batch)
 
 
-@pytest.mark.parametrize("components", [{"solved", "guesses", "legal"}, {"digits"}], ids=["guess", "branches"])
+@pytest.mark.parametrize(
+    "components",
+    [
+        pytest.param({"solved", "guesses", "legal"}, id="guess", marks=pytest.mark.campaign),
+        pytest.param({"digits"}, id="branches"),
+    ],
+)
 def test_episodes_of_a_dead_actor_are_continued_and_the_run_closes_and_replays(tmp_path, prepared_model, components):
     # An actor that waits for the trainer at the moment of its end leaves nothing to continue; then comes another run.
     assert any(num_taken_over(tmp_path / str(number), components) > 0 for number in range(3))

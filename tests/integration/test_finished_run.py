@@ -19,7 +19,7 @@ from tests.integration.prefect_server import Prefect, await_, kill_tree
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 STEPS = 3
-SMALL = [f"trainer.steps={STEPS}", "trainer.groups_per_step=8", "engine.concurrency=32", "eval.num_prompts=40"]
+SMALL = [f"trainer.steps={STEPS}", "trainer.groups_per_step=8", "engine.concurrency=32", "eval.num_prompts=8"]
 
 
 @pytest.fixture

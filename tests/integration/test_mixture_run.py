@@ -20,7 +20,7 @@ from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS = 24
+STEPS = 12
 GROUPS = 8
 PAGE = Path(__file__).parents[2] / "docs" / "mixtures.md"
 SMALL = [

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "docs" / "notebooks" / "first-run.ipynb"
+GROUPS = 4
 
 
 def run_cell(source: str, names: dict) -> object:
@@ -35,13 +36,14 @@ def run_cell(source: str, names: dict) -> object:
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    """(names, values) after the notebook has run in an empty directory."""
+    """(names, values) after the notebook has run in an empty directory, with fewer rollouts."""
     directory = tmp_path_factory.mktemp("notebook")
     names: dict = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
         patch.delenv("PIPELINERL_ROOT", raising=False)
-        cells = json.loads(NOTEBOOK.read_text())["cells"]
+        text = NOTEBOOK.read_text().replace("groups_per_step=16", f"groups_per_step={GROUPS}")
+        cells = json.loads(text.replace("eval.num_prompts=64", "eval.num_prompts=16"))["cells"]
         values = [run_cell("".join(cell["source"]), names) for cell in cells if cell["cell_type"] == "code"]
     return names, values
 
@@ -53,7 +55,7 @@ def test_the_notebook_trains_reads_and_exports_a_run(shown):
     assert values[-1] == (True, "finished", True)
     assert names["metrics"].column("step").to_pylist() == list(range(1, 13))
     assert set(names["rows"]["step"]) == {12}
-    assert len(names["rows"]) == 16 * 8
+    assert len(names["rows"]) == GROUPS * 8
     row = names["rows"].iloc[0]
     assert row["prompt"][:1].isdigit()
     assert (names["directory"] / "config.json").is_file()
@@ -93,7 +95,7 @@ def test_rollouts_are_read_by_step_and_without_text(shown):
     ids = run.rollouts([2, 3], text=False)
     assert set(ids.column("step").to_pylist()) == {2, 3}
     assert "completion" not in ids.column_names
-    assert run.rollouts().num_rows == 12 * 16 * 8
+    assert run.rollouts().num_rows == 12 * GROUPS * 8
     with pytest.raises(ConfigError, match="step 13 is not committed; steps 1 to 12 are"):
         run.rollouts(13)
 

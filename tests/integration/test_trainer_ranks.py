@@ -68,8 +68,8 @@ def only_run(root: Path) -> Path:
 
 
 def test_a_rank_dies_and_the_run_goes_on_then_with_one_rank(tmp_path: Path) -> None:
-    learner = ["learner.kind=deepspeed", "learner.zero_stage=3", "weights.durable_every=18", "trainer.steps=18"]
-    learner.append("store.trainer_logprobs=true")
+    learner = ["learner.kind=deepspeed", "learner.zero_stage=3", "weights.durable_every=12", "trainer.steps=12"]
+    learner += ["trainer.groups_per_step=8", "store.trainer_logprobs=true"]
     with command(tmp_path, "train", "quickstart", "trainer.ranks=2", *SMALL, *learner) as train:
         run = only_run(tmp_path)
         wait_for(lambda: committed_steps(str(run)) >= 2, "step 2", 120)
@@ -88,7 +88,7 @@ def test_a_rank_dies_and_the_run_goes_on_then_with_one_rank(tmp_path: Path) -> N
     one_rank = ["trainer.ranks=1", "learner.kind=torch"]
     with command(tmp_path, "resume", run.name, *one_rank) as end:
         assert end.wait(240) == 0, (tmp_path / "output.txt").read_text()[-3000:]
-    assert committed_steps(str(run)) == 18
+    assert committed_steps(str(run)) == 12
     assert_closes(str(run))
     assert largest_log_ratio_without_lag(str(run)) < MAX_LOG_RATIO
     assert arithmetic_of(str(run), "ranks") == [2, 2, 1]

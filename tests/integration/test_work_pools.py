@@ -238,7 +238,9 @@ def test_the_commands_of_the_tutorial_start_a_run_and_a_schedule(prefect, hook, 
             prefect.command(*run, "-p", wrong)
     fewer = [word.replace('{"steps": 40}', '{"steps": 3}') for word in run]
     assert fewer != run
-    prefect.command(*fewer, "-p", f"root={tmp_path}", "-p", 'overrides=["eval.num_prompts=8"]')
+    prefect.command(
+        *fewer, "-p", f"root={tmp_path}", "-p", 'overrides=["eval.num_prompts=8", "trainer.groups_per_step=4"]'
+    )
     (started,) = [candidate["id"] for candidate in prefect.runs() if candidate["id"] not in known]
     await_(
         lambda: prefect.run(started)["state_type"] in ("COMPLETED", "FAILED", "CRASHED"), "the end of the run", 300

@@ -204,7 +204,7 @@ def test_a_url_of_prefect_that_is_none_is_one_line(inputs, monkeypatch):
 
 
 def test_a_reward_function_that_always_fails_ends_the_run_with_its_first_evaluation(inputs):
-    ended = run(inputs, f"{MINE} reward.function=mine.py:raises --root {inputs}/raises")
+    ended = run(inputs, f"{MINE} reward.function=mine.py:raises eval.num_prompts=4 --root {inputs}/raises")
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stderr
     assert "mine.py:raises: ValueError: two" in ended.stderr.strip().splitlines()[-1]

@@ -319,8 +319,8 @@ class Disk:
         self.fails_at, self.number = fails_at, number
 
 
-SHARES = [25, pytest.param(1, marks=pytest.mark.campaign)]
-"""Of the calls after the twentieth, which are alike, one of so many fails; 1: and each listing in every way."""
+SHARES = [80, pytest.param(1, marks=pytest.mark.campaign)]
+"""Of the calls after the tenth, which are alike, one of so many fails; 1: and each listing in every way."""
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -349,7 +349,7 @@ def test_a_call_of_the_operating_system_fails(tmp_path, monkeypatch, objects, na
     for index, call in enumerate(calls):
         # Directories of steps fail alike.
         is_listing = call.startswith("scandir") and not any(map(str.isdigit, call))
-        if not is_listing and index > 20 and index % share:
+        if not is_listing and index > 10 and index % share:
             continue
         chosen = [*ERRORS] if is_listing and share == 1 else [ERRORS[index % len(ERRORS)]]
         for number in [*chosen, errno.ENOENT] if call.startswith(("scandir", "open")) else chosen:
@@ -396,7 +396,7 @@ def test_a_wrong_answer_of_s3_changes_no_result_silently(s3_environment, objects
         }
         for index, request in enumerate(asked):
             is_listing = "list-type" in request
-            if not is_listing and index > 20 and index % share:
+            if not is_listing and index > 10 and index % share:
                 continue
             chosen = [*names] if is_listing and share == 1 else [names[index % len(names)]]
             chosen += ["empty listing"] if is_listing else []
