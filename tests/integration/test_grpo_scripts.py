@@ -27,7 +27,7 @@ def model(tmp_path_factory):
     return str(directory)
 
 
-IN_CI = ("gsm8k",)
+IN_CI = ("gsm8k", "trl")
 """`make campaigns` has all; tests/unit/rewards/test_function.py has the signatures."""
 
 

@@ -28,3 +28,13 @@ def test_trainer_and_actor_run_on_different_cores(tmp_path, prepared_model):
         wait_for(lambda: all("keeps to cores" in log.read_text() for log in logs), "pinning", seconds=150)
         assert affinity(trainer) == {frozenset({first})}
         assert affinity(actor) == {frozenset({second})}
+
+
+@pytest.mark.slow
+def test_a_role_without_enough_cores_ends_with_one_line_and_code_2(tmp_path):
+    url = f"file://{tmp_path}/run"
+    make_run(url, "placement.cores=own", "placement.threads=4096")
+    log = tmp_path / "trainer.log"
+    with role("trainer", url, log) as trainer:
+        assert trainer.wait(timeout=150) == 2
+    assert "x placement.threads=4096 = 8192 cores, but this process may use" in log.read_text().splitlines()[-1]

@@ -107,6 +107,14 @@ def test_the_wheel_has_every_file_of_its_packages_and_runs_outside_of_the_checko
     where, _, settings = run.stdout.partition("\n")
     assert where.startswith(str(tmp_path))
     assert json.loads(settings)["trainer"]["steps"] > 0
+    for role in ("hub", "trainer", "actor", "evaluator"):
+        program = f"import pipelinerl_core.roles.{role}.main as role; print(role.__file__)"
+        run = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path, check=True, timeout=120,
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert run.stdout.startswith(str(tmp_path))
 
 
 @pytest.mark.campaign

@@ -141,7 +141,9 @@ WRONG = [
     (MINE + "prompts.path=comment.jsonl", "comment.jsonl"),
     (MINE + "prompts.path=single.jsonl", "single.jsonl"),
     (MINE + "prompts.path=tools.jsonl prompts.prompt_column=messages", "tool"),
+    (MINE + "prompts.path=blank.jsonl", "row 6[01]"),
     (MINE + "reward.function=mine.py:text", "text"),
+    (MINE + "reward.function=mine.py:leaves", "leaves"),
     ("train quickstart environment.path=mine.py:Adventure", "Adventure"),
 ]
 ALIKE = [
@@ -164,7 +166,6 @@ ALIKE = [
     (MINE + "prompts.path=empty.jsonl", "empty.jsonl"),
     (MINE + "prompts.path=scalars.jsonl", "scalars.jsonl"),
     (MINE + "prompts.path=latin.jsonl", "latin.jsonl"),
-    (MINE + "prompts.path=blank.jsonl", "row 6[01]"),
     (MINE + "prompts.path=null.jsonl", "null.jsonl"),
     (MINE + "prompts.path=list.jsonl", "list.jsonl"),
     (MINE + "prompts.path=rows.csv", "rows.csv"),
@@ -173,7 +174,6 @@ ALIKE = [
     # rewards: test_reward_function.py
     (MINE + "reward.function=mine.py:nothing", "nothing"),
     (MINE + "reward.function=mine.py:missing", "no_such_column"),
-    (MINE + "reward.function=mine.py:leaves", "leaves"),
     (MINE + "reward.function=nothing.py:score", "nothing.py"),
     (MINE + "reward.function=rows.jsonl:score", "rows.jsonl"),
     (MINE + "reward.function=no_such_module:score", "no_such_module"),
