@@ -279,6 +279,7 @@ def test_a_fenced_actor_comes_back_if_the_run_lives_without_an_actor_of_its_name
     monkeypatch.setattr(run_roles, "may_be_live", lambda hub: True)
     monkeypatch.setattr(run_roles, "is_over", lambda run: states == ["done"])
     monkeypatch.setattr(run_roles, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(run_roles, "_HUB_FENCED_SECONDS", 0.0)
     run = SimpleNamespace(store=None, config=build_config({"placement": {"lease_seconds": 0.01}}))
     name = "actor-0" if is_replaced else "actor-1"
     assert run_roles.actor_is_replaced(run, name, threading.Event()) is is_replaced
