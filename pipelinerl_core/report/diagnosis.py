@@ -41,7 +41,9 @@ _MIN_GROUPS = 8
 _IDS = frozenset({"id", "uid", "uuid", "index", "seed"})
 _MIN_QUESTION = 16
 _MIN_COPY = 8
-_COPIES = 0.5
+_COPIES = 1 / 3
+# Copies whose reward, above the lowest, is less than this part of that of the others are unlearned.
+_PAID_PART = 0.5
 _MIN_EMPTY = 3
 _MIN_OF_VALUE = 16
 _MAX_VALUES = 12
@@ -237,12 +239,14 @@ def _copies(newest: _Newest) -> Finding | None:
     if len(copies) < max(_MIN_OF_VALUE, _COPIES * len(newest.sampled)):
         return None
     others = [newest.rewards[index] for index in newest.sampled if index not in set(copies)]
-    if others and fmean(newest.rewards[index] for index in copies) < fmean(others):
+    lowest = float(newest.rewards.min())
+    paid = fmean(newest.rewards[index] for index in copies)
+    if others and paid - lowest < _PAID_PART * (fmean(others) - lowest):
         return None
     return Finding(
         "copies",
         f"{len(copies) / len(newest.sampled):.0%} of the newest completions occur word for word in their prompt "
-        f"(mean reward {fmean(newest.rewards[index] for index in copies):.2f}"
+        f"(mean reward {paid:.2f}"
         + (f", of the others {fmean(others):.2f}" if others else "")
         + "). If the task is not to copy, the reward pays for copies.",
         newest.names(copies),
