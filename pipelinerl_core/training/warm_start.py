@@ -98,9 +98,7 @@ def _train(
     model.set_attn_implementation(PACKED_ATTENTION)
     for step in range(recipe.steps):
         rows = [_as_row(pair, vocabulary) for pair in itertools.islice(pairs, recipe.rows)]
-        optimizer.param_groups[0]["lr"] = (
-            recipe.lr * min(1.0, step / recipe.warmup_steps) * max(MIN_LR_SHARE, 1 - step / recipe.steps)
-        )
+        optimizer.param_groups[0]["lr"] = recipe.lr * _lr_share(step, recipe)
         loss = _backward(model, rows)
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
@@ -109,6 +107,10 @@ def _train(
             report(f"warm start: step {step + 1}/{recipe.steps} loss {loss:.3f}, {time.monotonic() - started:.0f} s")
     model.set_attn_implementation("sdpa")
     model.eval()  # type: ignore[no-untyped-call]
+
+
+def _lr_share(step: int, recipe: SumsModel) -> float:
+    return min(1.0, step / recipe.warmup_steps) * max(MIN_LR_SHARE, 1 - step / recipe.steps)
 
 
 def _as_row(pair: tuple[str, str], vocabulary: dict[str, int]) -> Row:
