@@ -42,8 +42,9 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.arm import Arm
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded
 from pipelinerl_core.report.html import duration
-from pipelinerl_core.run.locate import find_run, root_url, run_url
+from pipelinerl_core.run.locate import root_url, run_url
 from pipelinerl_core.run.mlflow_run import closing
+from pipelinerl_core.run.records import RUN_KEY
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision.checks import check_root, space_lines
 from pipelinerl_core.supervision.process_groups import kill_tools
@@ -135,7 +136,8 @@ def compare_runs(plan: Plan, root: str, *, checked: str = "") -> dict[str, Any]:
     if not results.store.exists(JSON_KEY):
         check_root(root_url(root))  # creates the directory in which MLflow may have its files
     labels = {"preset": plan.wanted.source, "comparison": plan.name}
-    is_new = any(find_run(run_url(root, run.run_id)) is None for run in incomplete_runs(plan, root))
+    stores = [open_store(run_url(root, run.run_id)) for run in incomplete_runs(plan, root)]
+    is_new = not all(store.exists(RUN_KEY) for store in stores)  # a damaged run fails later, without the others
     tracker, parent = open_comparison(
         plan.runs[0].config, root_url(root), plan.key, labels, str(flow_run.id), is_required=is_new
     )
