@@ -1,7 +1,7 @@
 """Run a benchmark: `make bench NAME=engine ARGS=--json`, or `python -m benchmarks engine --json` in a checkout.
 
     checkpoint   a checkpoint: how long training stops, memory, and reading
-    demo         a step of the preset smollm2 beside bare loops
+    demo         CPU seconds of a step of the preset smollm2 beside bare loops
     engine       tokens per second of the embedded engine and of transformers' continuous batching
     gpu          engines and learner on a GPU (`make bench-gpu` also writes docs/results-gpu.md)
     learner      a step beside a plain loop and TRL

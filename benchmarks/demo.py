@@ -1,9 +1,10 @@
-"""Measure a step of the demonstration, preset smollm2, against bare loops of transformers in the same data type.
+"""CPU seconds of each part of a step of the demonstration, preset smollm2, beside bare loops in the same data type.
 
-Run: `pipelinerl prepare --model builtin:smollm2` once (docs/demo.md), then `python -m benchmarks demo [--json]`. One
-process with one compute thread; the contestants take turns. Figures are medians over rounds, ratios are medians of
-each round's ratio. Generation: 64 prompts, 16 tokens each, without end tokens. Training: these 64 rollouts; forward,
-backward, and AdamW on float32 weights.
+Run: `pipelinerl prepare --model builtin:smollm2` once (docs/demo.md), then `python -m benchmarks demo [--json]`, with
+overrides of the preset such as `model.dtype=float32`. One process, one compute thread; the contestants take turns.
+Seconds are medians over rounds, ratios are medians of each round's ratio. Generation: 64 prompts, 16 tokens each,
+without end tokens. Training: these 64 rollouts; forward, backward, and AdamW on float32 weights. Version: from the
+learner into the engine; a bare loop has none.
 """
 
 import argparse
@@ -20,10 +21,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks import report
+from benchmarks import report, swap
 from benchmarks.engine_load import count_tokens, random_rollout
 from pipelinerl_core.batching.assemble import assemble_rows
-from pipelinerl_core.batching.collate import num_forward_tokens
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.errors import ConfigError
@@ -43,36 +43,40 @@ _MICRO_ROWS = 32
 def main() -> None:
     """Print a table, or one JSON document with --json."""
     parser = argparse.ArgumentParser(prog="benchmarks demo", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("overrides", nargs="*", help="section.key=value, as of `pipelinerl train smollm2`")
     parser.add_argument("--rounds", type=int, default=3, help="rounds after the first, which warms up")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     options = parser.parse_args()
     try:
-        result = measure(options.rounds)
+        result = measure(options.rounds, options.overrides)
     except ConfigError as error:
         sys.stderr.write(f"bench demo: {error}\n")
         sys.exit(2)
     report.write(result, table, as_json=options.json)
 
 
-def measure(rounds: int) -> dict[str, Any]:
-    """Tokens per second of generation and training, the ratios to the bare loops, and the conditions."""
-    config = load_config("smollm2")
+def measure(rounds: int, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """CPU seconds of the parts, their ratios to the bare loops, and the conditions."""
+    config = load_config("smollm2", overrides)
     torch.set_num_threads(1)
     prompts = _prompts(config)
     completions = np.random.default_rng(0).integers(1000, 40_000, (len(prompts), MAX_TOKENS)).astype(np.int32)
     rows = _rows(config, prompts, completions)
+    generation = _compare(
+        {"embedded engine": _embedded(config, prompts), "transformers.generate": _generate(config, prompts)}, rounds
+    )
+    training = _compare(
+        {"learner": _learner(config, rows), "bare loop": _BareLoop(config, prompts, completions, rows)}, rounds
+    )
+    version = swap.measure(config, versions=rounds)
+    version_seconds = sum(version[f"{stage}_seconds"] for stage in ("copy", "publish", "take"))
+    parts = {"generation": generation, "training": training}
+    own, bare = (sum(list(part["cpu_seconds"].values())[index] for part in parts.values()) for index in (0, 1))
     return {
         "dtype": config.dtype,
-        "generation": _compare(
-            {"embedded engine": _embedded(config, prompts), "transformers.generate": _generate(config, prompts)},
-            prompts.shape[0] * MAX_TOKENS,
-            rounds,
-        ),
-        "training": _compare(
-            {"learner": _learner(config, rows), "bare loop": _BareLoop(config, prompts, completions, rows)},
-            sum(num_forward_tokens(row.rollout) for row in rows),
-            rounds,
-        ),
+        **parts,
+        "version": {"cpu_seconds": {"copy, publish, fetch, stage": round(version_seconds, 3)}},
+        "step_ratio": round((own + version_seconds) / bare, 2),
         "rounds": rounds,
         "torch": torch.__version__,
         **report.machine(),
@@ -82,30 +86,29 @@ def measure(rounds: int) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     """The measurement as Markdown."""
     rows = [
-        (part, name, speed, f"{result[part]['ratio']:.2f}" if index == 0 else "")
-        for part in ("generation", "training")
-        for index, (name, speed) in enumerate(result[part]["tokens_per_second"].items())
+        (part, name, seconds, f"{result[part]['ratio']:.2f}" if index == 0 and "ratio" in result[part] else "")
+        for part in ("generation", "training", "version")
+        for index, (name, seconds) in enumerate(result[part]["cpu_seconds"].items())
     ]
+    rows.append(("step", "sum", "", f"{result['step_ratio']:.2f}"))
     conditions = f"{result['dtype']}, 1 thread, medians of {result['rounds']} rounds; {report.conditions(result)}"
-    header = ("part", "contestant", "tokens/s", "over the bare loop")
+    header = ("part", "contestant", "CPU s", "over the bare loop")
     return "\n".join([conditions, "", *report.markdown(header, rows, num_text_columns=2), ""])
 
 
-def _compare(contestants: dict[str, Callable[[], object]], num_tokens: int, rounds: int) -> dict[str, Any]:
-    """The first contestant is this project's."""
+def _compare(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, Any]:
+    """The first contestant is this project's, the second is bare."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for round_ in range(1 + rounds):
         for name, run in contestants.items():
-            started = time.perf_counter()
+            started = time.process_time()
             run()
             if round_:
-                seconds[name].append(time.perf_counter() - started)
+                seconds[name].append(time.process_time() - started)
     ours, bare = seconds.values()
     return {
-        "tokens_per_second": {
-            name: round(num_tokens / statistics.median(run_seconds)) for name, run_seconds in seconds.items()
-        },
-        "ratio": round(statistics.median(theirs / own for own, theirs in zip(ours, bare, strict=True)), 2),
+        "cpu_seconds": {name: round(statistics.median(of_rounds), 3) for name, of_rounds in seconds.items()},
+        "ratio": round(statistics.median(own / theirs for own, theirs in zip(ours, bare, strict=True)), 2),
     }
 
 
