@@ -6,6 +6,7 @@
     gpu          engines and learner on a GPU (`make bench-gpu` also writes docs/results-gpu.md)
     learner      a step beside a plain loop and TRL
     learning     schedules compared at the same accuracy, or controls of the objective
+    memory       memory of trainer and actor on a CPU, predicted and measured
     preemption   goodput of runs whose machines end and come back
     predictions  predictions of `simulate` beside measured runs
     sandbox      programs of a model per second

@@ -1,10 +1,12 @@
 """Memory that a run needs: of each GPU, of the host and of its shared memory, per role (docs/gpus.md).
 
 Weights, gradients and optimizer are exact, from the model's shape and the configuration. Activations are an estimate.
+`python -m benchmarks memory` compares the memory of trainer and actor on a CPU with measured memory.
 """
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,8 +24,8 @@ _OVERHEAD_BYTES = 1.5 * _GIB
 """CUDA context, kernels and communication buffers of a process."""
 _ENGINE_BYTES = 2.0 * _GIB
 """vLLM's activations, CUDA graphs and sampler."""
-_TOLERANCE = 1.1
-"""An estimate that exceeds the memory by less is a warning: activations are known to about a tenth."""
+_EXACT = ("weights", "reference", "teacher", "gradients", "optimizer")
+"""Parts that refuse a run; the others are estimates, which no GPU has confirmed: they warn."""
 _HEAD_LOGITS = 1 << 22
 """Logits of one chunk (algo/logprobs.py), of which three float32 copies exist at once."""
 _BROADCAST_BYTES = 2.0 * _GIB
@@ -39,6 +41,12 @@ _FILE_BYTES = 0.25 * _GIB
 """A file of a checkpoint in writing."""
 _RESCORED_VERSIONS = 2
 """trainer.rescore_bytes=0."""
+_HOST_BYTES = 2.0 * _GIB
+"""Host memory of a process that uses a GPU."""
+_CPU_PROCESS_BYTES = 0.5 * _GIB
+"""A process on a CPU: the interpreter with torch and transformers."""
+_SAMPLED_BYTES = 28
+"""Per logit of a step of the embedded engine: three values in float32, two in float64 for sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +70,8 @@ class RoleFit:
     """Per GPU."""
     limit_bytes: float
     """Share of the GPU's memory that the role may use; 0: unknown."""
-    host_bytes: float
+    host: tuple[Part, ...]
+    """Memory of the host, of all ranks or of each actor, without shared_bytes."""
     shared_bytes: float
     note: str = ""
 
@@ -72,20 +81,26 @@ class RoleFit:
         return sum(part.num_bytes for part in self.gpu)
 
     @property
+    def host_bytes(self) -> float:
+        """Bytes of the host."""
+        return sum(part.num_bytes for part in self.host)
+
+    @property
     def exceeds(self) -> bool:
-        """Whether the need certainly exceeds the limit."""
-        return 0 < self.limit_bytes * _TOLERANCE < self.gpu_bytes
+        """Whether the need certainly exceeds the limit: the exact parts alone do."""
+        return 0 < self.limit_bytes < sum(part.num_bytes for part in self.gpu if part.name in _EXACT)
 
     @property
     def is_tight(self) -> bool:
-        """Whether the need is about the limit."""
-        return 0 < self.limit_bytes < self.gpu_bytes <= self.limit_bytes * _TOLERANCE
+        """Whether the need probably exceeds the limit."""
+        return 0 < self.limit_bytes < self.gpu_bytes and not self.exceeds
 
     @property
     def arithmetic(self) -> str:
-        """Example: weights 15.2 GB + KV cache 4.3 GB = 19.5 GB."""
-        terms = " + ".join(f"{part.name} {_gb(part.num_bytes)}" for part in self.gpu if part.num_bytes)
-        return f"{terms} = {_gb(self.gpu_bytes)}"
+        """The sum per GPU, or of the host without GPUs. Example: weights 15.2 GB + KV cache 4.3 GB = 19.5 GB."""
+        parts, total = (self.gpu, self.gpu_bytes) if self.gpus else (self.host, self.host_bytes)
+        terms = " + ".join(f"{part.name} {_gb(part.num_bytes)}" for part in parts if part.num_bytes)
+        return f"{terms} = {_gb(total)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,15 +127,15 @@ class Fit:
                 f"{mark}  {role.role:<9} {where:<11} {gpu}host {_gb(role.host_bytes)}  "
                 f"/dev/shm {_gb(role.shared_bytes)}"
             )
-            lines += [f"      {role.arithmetic}"] if role.gpus else []
+            lines.append(f"      {role.arithmetic}")
             lines += [f"      {role.note}"] if role.note else []
         return lines
 
     def document(self) -> dict[str, Any]:
         """The fit for machines; sizes in bytes."""
-        return asdict(self) | {
-            "roles": [asdict(role) | {"gpu_bytes": role.gpu_bytes, "exceeds": role.exceeds} for role in self.roles]
-        }
+        sums = ("gpu_bytes", "host_bytes", "exceeds")
+        roles = [asdict(role) | {name: getattr(role, name) for name in sums} for role in self.roles]
+        return asdict(self) | {"roles": roles}
 
 
 def card_of(config: RunConfig) -> tuple[str, float]:
@@ -157,7 +172,7 @@ def fit_of(config: RunConfig) -> Fit | None:
 
 
 def check_fit(config: RunConfig) -> list[str]:
-    """Refuse a run that cannot fit its GPUs. Returns warnings: a role that fits only just.
+    """Refuse a run that cannot fit its GPUs. Returns warnings: a role that probably does not fit, and what to set.
 
     Raises ConfigError with the sum and what to set.
     """
@@ -171,7 +186,8 @@ def check_fit(config: RunConfig) -> list[str]:
                 f"{_remedy(config, role, fit)}"
             )
     return [
-        f"{role.role}: about {_gb(role.gpu_bytes)} of {_gb(role.limit_bytes)} on each GPU: it may run out of memory"
+        f"{role.role}: about {_gb(role.gpu_bytes)} of {_gb(role.limit_bytes)} on each GPU: it may run out of memory. "
+        f"{_remedy(config, role, fit)}"
         for role in fit.roles
         if role.is_tight
     ]
@@ -189,34 +205,43 @@ def container_bytes(config: RunConfig, role: str) -> tuple[float, float] | None:
 
 
 def _trainer(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit:
-    ranks, width = config.trainer.ranks, _width(config)
-    state, on_host = _state(config, shape)
-    activations = _activation_bytes(config, shape)
     gpus = min(1, gpus_of(config, "trainer"))
-    weights = width * shape.num_parameters
-    version = weights if config.weights.content == "merged" else width * _trained(config, shape)
+    state, offloaded = _state(config, shape)
+    state["activations"] = _activation_bytes(config, shape, "cuda" if gpus else "cpu")
+    num_published = shape.num_parameters if config.weights.content == "merged" else _trained(config, shape)
+    version = _width(config) * num_published
     limit = card_bytes - (_share(config) * card_bytes if config.placement.share_gpu else 0.0)
-    # Rank 0 has snapshots of the weights, in shared memory or its own, and while a checkpoint is written at most one
-    # copy of it: all of it with DeepSpeed, else what was not written when the next step updates the weights.
-    own = 0 if config.weights.uses_shared_memory else _OWN_VERSIONS * version
-    rescored = _rescored(config, shape)
-    shares = config.weights.uses_shared_memory and not config.learner.lora_rank  # then these are published files
-    snapshots = own + 12 * _trained(config, shape) + _FILE_BYTES + (0 if shares else rescored)
-    on_cpu = 0.0 if gpus else sum(part.num_bytes for part in state) + activations
     return RoleFit(
         role="trainer",
-        count=ranks,
+        count=config.trainer.ranks,
         gpus=gpus,
-        gpu=(
-            *state,
-            Part(name="activations", num_bytes=activations),
-            Part(name="CUDA", num_bytes=_OVERHEAD_BYTES),
-            Part(name="broadcast", num_bytes=_broadcast_bytes(config)),
-        ),
+        gpu=_parts({**state, "CUDA": _OVERHEAD_BYTES, "broadcast": _broadcast_bytes(config)}),
         limit_bytes=limit if gpus else 0.0,
-        host_bytes=snapshots + on_host * ranks + on_cpu + 2 * _GIB * ranks,
+        host=_parts(_trainer_host(config, shape, version, {"offloaded": offloaded} | ({} if gpus else state))),
         shared_bytes=shared_bytes(config, version) if config.weights.uses_shared_memory else _ENGINE_SHARED_BYTES,
     )
+
+
+def _trainer_host(config: RunConfig, shape: ModelShape, version: float, state: dict[str, float]) -> dict[str, float]:
+    """Of all ranks; `state`: what each of them has in the memory of the host."""
+    trained, gpus, shm = _trained(config, shape), gpus_of(config, "trainer"), config.weights.uses_shared_memory
+    # Rank 0 has snapshots of the weights, in shared memory or its own, and while a checkpoint is written at most one
+    # copy of it: all of it with DeepSpeed, else what was not written when the next step updates the weights.
+    own = 0 if shm else _OWN_VERSIONS * version
+    rescored = 0 if shm and not config.learner.lora_rank else _rescored(config, shape)  # 0: these are published files
+    checkpoint = 12.0 * trained
+    if not gpus and not config.learner.splits_state:
+        more = config.trainer_threads - 1  # packs computed at once, beside the first
+        state = state | {"packs": more * (state["activations"] + _width(config) * trained)}
+        # On a CPU a step takes longer than the writing of all files, each of which has at least one tensor.
+        checkpoint = min(checkpoint, max(_FILE_BYTES, 4 * shape.vocabulary * shape.hidden))
+    else:
+        checkpoint += _FILE_BYTES
+    return {name: size * config.trainer.ranks for name, size in state.items()} | {
+        "versions": own + rescored,
+        "checkpoint": checkpoint,
+        "processes": (_HOST_BYTES if gpus else _CPU_PROCESS_BYTES) * config.trainer.ranks,
+    }
 
 
 def shared_bytes(config: RunConfig, version_bytes: float) -> float:
@@ -236,7 +261,7 @@ def _rescored(config: RunConfig, shape: ModelShape) -> float:
     return version + (rules.rescore_bytes or _RESCORED_VERSIONS * version)
 
 
-def _state(config: RunConfig, shape: ModelShape) -> tuple[tuple[Part, ...], float]:
+def _state(config: RunConfig, shape: ModelShape) -> tuple[dict[str, float], float]:
     """Weights, gradients and optimizer of a rank, and what is kept in host memory instead."""
     width, trained, learner = _width(config), _trained(config, shape), config.learner
     ranks = config.trainer.ranks if learner.splits_state else 1
@@ -255,7 +280,11 @@ def _state(config: RunConfig, shape: ModelShape) -> tuple[tuple[Part, ...], floa
         offloaded, weights = offloaded + weights, 0.0
     parts = {"weights": weights, "reference": reference, "teacher": teacher, "gradients": gradients,
              "optimizer": optimizer}  # fmt: skip
-    return tuple(Part(name=name, num_bytes=size) for name, size in parts.items()), offloaded
+    return parts, offloaded
+
+
+def _parts(sizes: Mapping[str, float]) -> tuple[Part, ...]:
+    return tuple(Part(name=name, num_bytes=size) for name, size in sizes.items())
 
 
 def _teacher_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
@@ -279,7 +308,7 @@ def _trained(config: RunConfig, shape: ModelShape) -> float:
     return rank * shape.layers * sum(sides.get(name, 0) for name in chosen)
 
 
-def _activation_bytes(config: RunConfig, shape: ModelShape) -> float:
+def _activation_bytes(config: RunConfig, shape: ModelShape, device: str) -> float:
     """Of one pack: per token and layer the inputs of norms, projections and feed-forward, kept for the backward pass.
 
     About 24 * hidden + 8 * inner bytes in bfloat16 (norms keep float32); with checkpointing the input of each layer,
@@ -289,7 +318,7 @@ def _activation_bytes(config: RunConfig, shape: ModelShape) -> float:
     num_tokens = max(config.trainer.pack_tokens, (MOST_OVER_LONGEST if config.trainer.share_prompts else 1) * longest)
     layer = (24 * shape.hidden + 8 * shape.inner) * _width(config) / 2
     kept = _width(config) * shape.hidden * shape.layers + layer
-    per_token = kept if config.checkpoints_activations("cuda") else layer * shape.layers
+    per_token = kept if config.checkpoints_activations(device) else layer * shape.layers
     return num_tokens * per_token + 3 * 4 * _HEAD_LOGITS
 
 
@@ -301,11 +330,6 @@ def _actor(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit:
     sequence = shape.cache_bytes * width / 2 * longest / min(shards, shape.groups)
     share = min(_share(config) * card_bytes, max(0.0, card_bytes - _broadcast_bytes(config)))
     limit = share if gpus else 0.0
-    parts = [
-        Part(name="weights", num_bytes=weights / shards),
-        Part(name="one sequence", num_bytes=sequence),
-        Part(name="engine", num_bytes=_ENGINE_BYTES),
-    ]
     note, room = "", limit - weights / shards - _ENGINE_BYTES
     if limit and room > 0:
         whole = int(room // sequence)
@@ -313,17 +337,33 @@ def _actor(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit:
             f" per copy, {engine.data_parallel} copies" if engine.data_parallel > 1 else ""
         )
     staged = _STAGED_MODELS * weights if engine.has_workers else 0.0
-    on_cpu = 0.0 if gpus else weights + engine.concurrency * sequence
     return RoleFit(
         role="actor",
         count=config.placement.actors,
         gpus=gpus,
-        gpu=tuple(parts),
+        gpu=_parts({"weights": weights / shards, "one sequence": sequence, "engine": _ENGINE_BYTES}),
         limit_bytes=limit,
-        host_bytes=2 * weights + on_cpu + 2 * _GIB * max(1, gpus),
+        host=_parts(_actor_host(config, shape, weights, sequence)),
         shared_bytes=staged + _ENGINE_SHARED_BYTES,
         note=note,
     )
+
+
+def _actor_host(config: RunConfig, shape: ModelShape, weights: float, sequence: float) -> dict[str, float]:
+    engine, gpus = config.engine, gpus_of(config, "actor")
+    if gpus:
+        return {"weights": 2 * weights, "processes": _HOST_BYTES * gpus}
+    cache = engine.concurrency * sequence
+    if engine.has_workers:
+        return {"weights": 3 * weights, "KV cache": cache, "processes": _HOST_BYTES}
+    is_mapped = config.weights.uses_shared_memory and config.weights.content == "merged"
+    return {
+        "weights": weights if is_mapped else 3 * weights,  # those of the start; also bytes and tensors of the next
+        "head": 2 * 4 * shape.vocabulary * shape.hidden if _width(config) < 4 else 0,  # in float32, also the next
+        "KV cache": cache,
+        "sampling": _SAMPLED_BYTES * engine.concurrency * shape.vocabulary,
+        "processes": _CPU_PROCESS_BYTES,
+    }
 
 
 def _broadcast_bytes(config: RunConfig) -> float:

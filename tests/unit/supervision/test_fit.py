@@ -119,13 +119,11 @@ def test_a_run_that_cannot_fit_is_refused_with_the_sum_and_a_way_out():
     sharded += ("learner.activation_checkpointing=true",)
     with pytest.raises(ConfigError, match=r"actor: weights 15.2 GB.*of L4\. Raise engine\.tensor_parallel"):
         check_fit(config(SEVEN, "placement.gpu=L4", "engine.memory_share=0.5", *sharded))
-    with pytest.raises(
-        ConfigError, match=r"Set learner\.activation_checkpointing=true, or lower trainer\.pack_tokens"
-    ):
-        check_fit(config("model.path=Qwen/Qwen2.5-0.5B", "placement.gpu=24", "trainer.pack_tokens=32768"))
 
 
-def test_an_estimate_that_is_close_is_a_warning():
+def test_an_estimate_warns_with_a_way_out_and_never_refuses():
+    (warning,) = check_fit(config("model.path=Qwen/Qwen2.5-0.5B", "placement.gpu=24", "trainer.pack_tokens=32768"))
+    assert "Set learner.activation_checkpointing=true, or lower trainer.pack_tokens" in warning
     tight = config("model.path=Qwen/Qwen2.5-1.5B", "placement.gpu=78", "trainer.pack_tokens=16384")
     (warning,) = check_fit(tight)
     assert "of 78.0 GB on each GPU: it may run out of memory" in warning
@@ -223,3 +221,49 @@ def test_versions_that_are_kept_for_rescoring_are_in_the_memory_of_the_host_or_a
     shared = trainer("trainer.rescore_share=0")
     assert trainer().host_bytes == shared.host_bytes
     assert trainer().shared_bytes - shared.shared_bytes == 2 * 2 * NUM_7B
+
+
+NUM_135M = 49152 * 576 + 30 * (2 * 576 * 64 * (9 + 3) + 3 * 576 * 1536 + 2 * 576) + 576
+ON_CPU = (
+    "model.path=builtin:smollm2", "model.device=cpu", "rollouts.max_prompt_tokens=8", "rollouts.max_tokens=56",
+    "trainer.pack_tokens=512", "engine.concurrency=128",
+)  # fmt: skip
+
+
+def host_parts(role, *overrides):
+    (role_fit,) = [own for own in fit_of(load_config("quickstart", [*ON_CPU, *overrides])).roles if own.role == role]
+    return {part.name: part.num_bytes for part in role_fit.host if part.num_bytes}
+
+
+@pytest.mark.parametrize(("dtype", "width", "masters"), [("float32", 4, 0), ("bfloat16", 2, 4)])
+def test_every_term_of_a_trainer_on_a_cpu(dtype, width, masters):
+    activations = 512 * 30 * (24 * 576 + 8 * 1536) * width / 2 + 3 * 4 * 2**22
+    terms = {
+        "weights": width * NUM_135M, "gradients": (4 + width) * NUM_135M, "optimizer": (8 + masters) * NUM_135M,
+        "activations": activations, "checkpoint": 2**28, "processes": 2**29,
+    }  # fmt: skip
+    assert host_parts("trainer", f"model.dtype={dtype}") == terms
+    two = host_parts("trainer", f"model.dtype={dtype}", "trainer.threads=2")
+    assert two == terms | {"packs": activations + width * NUM_135M}
+
+
+def test_a_file_of_a_checkpoint_has_at_least_one_tensor_and_is_at_most_the_state():
+    large = host_parts("trainer", "model.path=Qwen/Qwen2.5-0.5B")
+    assert large["checkpoint"] == 4 * 151936 * 896
+    adapters = host_parts("trainer", "learner.lora_rank=1", "learner.lora_targets=q_proj")
+    assert adapters["checkpoint"] == 12 * 30 * (576 + 576)
+
+
+def test_every_term_of_an_actor_on_a_cpu():
+    terms = {
+        "weights": 2 * NUM_135M, "head": 2 * 4 * 49152 * 576, "KV cache": 128 * 64 * 2 * 2 * 30 * 3 * 64,
+        "sampling": 28 * 128 * 49152, "processes": 2**29,
+    }  # fmt: skip
+    assert host_parts("actor", "model.dtype=bfloat16") == terms
+    stored = host_parts("actor", "model.dtype=bfloat16", "weights.transport=object_store")
+    assert stored == terms | {"weights": 3 * 2 * NUM_135M}
+    del terms["head"]
+    doubled = {"weights": 4 * NUM_135M, "KV cache": 2 * terms["KV cache"]}
+    assert host_parts("actor", "model.dtype=float32") == terms | doubled
+    lines = fit_of(load_config("quickstart", [*ON_CPU, "model.dtype=float32"])).lines()
+    assert lines[-1].endswith("sampling 0.2 GB + processes 0.5 GB = 1.6 GB")
