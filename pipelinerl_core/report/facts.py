@@ -73,7 +73,7 @@ NEWEST_STEPS = 8
 """Trained steps whose rollouts RunFacts has."""
 _NEWEST_ROWS = 256
 MAX_STEPS = 2048
-"""Steps above which neighbouring steps are merged, so that the memory of a report does not grow with the steps."""
+"""Steps above which neighbouring steps are merged, so that a report does not keep every commit in memory."""
 _UNMERGED_STEPS = 128
 """First and newest steps that are never merged."""
 _TOKEN_COLUMNS = ("prompt_token_ids", "completion_token_ids", "loss_mask", "loss_mask_trained")
