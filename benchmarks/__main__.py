@@ -1,5 +1,6 @@
 """Run a benchmark: `make bench NAME=engine ARGS=--json`, or `python -m benchmarks engine --json` in a checkout.
 
+    age          what the number of steps of a run costs its readers
     checkpoint   a checkpoint: how long training stops, memory, and reading
     demo         CPU seconds of a step of the preset smollm2 beside bare loops
     engine       tokens per second of the embedded engine and of transformers' continuous batching

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from prefect.events import emit_event
 
 from pipelinerl_core.errors import ConfigError
@@ -43,8 +44,8 @@ def reward_fall(rewards: list[float]) -> tuple[float, float] | None:
     """
     if len(rewards) < 2 * WINDOW_STEPS:
         return None
-    means = [statistics.fmean(rewards[i : i + WINDOW_STEPS]) for i in range(len(rewards) - WINDOW_STEPS + 1)]
-    first, best, newest = means[0], max(means), means[-1]
+    means = np.lib.stride_tricks.sliding_window_view(rewards, WINDOW_STEPS).mean(axis=1)
+    first, best, newest = float(means[0]), float(means.max()), float(means[-1])
     noise = NOISE * statistics.pstdev(rewards[:WINDOW_STEPS]) / WINDOW_STEPS**0.5
     return (best, newest) if best - newest > max(noise, best - first) else None
 

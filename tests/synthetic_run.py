@@ -184,19 +184,19 @@ def write_run(store: ObjectStore, shape: Shape = Shape(), *, seed: int = 0, cras
     )
     run = RunRecord(run_id="synthetic", created_at=START - 2, code_version="0", config=config.model_dump(mode="json"))
     put_record(store, RUN_KEY, run)
-    _put_epoch(store, 1, "hub", -1)
-    _put_epoch(store, TRAINER_EPOCH, "trainer", -1)
+    put_epoch(store, 1, "hub", -1)
+    put_epoch(store, TRAINER_EPOCH, "trainer", -1)
     if crash_at is not None:
         put_record(store, commit_key(crash_at, TRAINER_EPOCH), make_commit(crash_at))
-        _put_epoch(store, TRAINER_EPOCH + 1, "trainer", crash_at - 1)
+        put_epoch(store, TRAINER_EPOCH + 1, "trainer", crash_at - 1)
     totals = {"generated": 0, "trained": 0, "masked_stale": 0, "in_flight": 0}
     lengths = {name: LengthTotals() for name in ("generated", "trained", "masked_stale")}
     for step in range(shape.steps + 1):
         epoch = TRAINER_EPOCH + (crash_at is not None and step >= crash_at)
         commit = make_commit(step, epoch=epoch)
         if step:
-            rows = _rows(rng, shape, step)
-            commit = _trained(commit, rows, shape, totals)
+            rows = rows_of_step(rng, shape, step)
+            commit = trained_commit(commit, rows, shape, totals)
             for row in rows:
                 lengths["generated"] += _lengths(np.ones_like(row.loss_mask))
                 lengths["trained"] += _lengths(row.loss_mask)
@@ -205,12 +205,13 @@ def write_run(store: ObjectStore, shape: Shape = Shape(), *, seed: int = 0, cras
             commit = commit.model_copy(update={"batches": put_batch(store, step, epoch, rows)})
         put_record(store, commit_key(step, epoch), commit)
     for version, skill in ((0, 0.0), (shape.steps, 1.0)):
-        put_record(store, eval_key(version), _evaluation(rng, version, skill))
+        put_record(store, eval_key(version), evaluation_record(rng, version, skill))
     return run
 
 
-def _put_epoch(store: ObjectStore, epoch: int, role: str, adopted_through: int) -> None:
-    values = {"epoch": epoch, "role": role, "adopted_through": adopted_through, "parent": None}
+def put_epoch(store: ObjectStore, epoch: int, role: str, adopted_through: int, *, parent: int | None = None) -> None:
+    """Write the record of a start of the hub or the trainer."""
+    values = {"epoch": epoch, "role": role, "adopted_through": adopted_through, "parent": parent}
     record = EpochRecord.model_validate({**values, "started_at": START - 1, "host": "localhost", "pid": epoch})
     put_record(store, epoch_key(epoch), record)
 
@@ -225,7 +226,8 @@ def _problem(rng: np.random.Generator, skill: float) -> tuple[str, str, float]:
     return prompt, "".join(ALPHABET[i] for i in rng.integers(0, 12, size=int(rng.integers(2, 24)))), 0.0
 
 
-def _rows(rng: np.random.Generator, shape: Shape, step: int) -> list[TrainingRow]:
+def rows_of_step(rng: np.random.Generator, shape: Shape, step: int) -> list[TrainingRow]:
+    """The rows that a step trains."""
     skill = 0.95 / (1 + np.exp(-8 * (step / shape.steps - 0.45)))
     rows = []
     for index in range(shape.groups_per_step * shape.group_size):
@@ -248,7 +250,7 @@ def _rows(rng: np.random.Generator, shape: Shape, step: int) -> list[TrainingRow
     return rows
 
 
-def _trained(commit: Commit, rows: list[TrainingRow], shape: Shape, totals: dict[str, int]) -> Commit:
+def trained_commit(commit: Commit, rows: list[TrainingRow], shape: Shape, totals: dict[str, int]) -> Commit:
     """The commit of a step with tokens, swaps, actors and metrics for the rows of the step."""
     step = commit.step
     trained = sum(int(row.loss_mask.sum()) for row in rows)
@@ -315,7 +317,8 @@ def _lengths(mask: np.ndarray) -> LengthTotals:
     )
 
 
-def _evaluation(rng: np.random.Generator, version: int, skill: float) -> EvalRecord:
+def evaluation_record(rng: np.random.Generator, version: int, skill: float) -> EvalRecord:
+    """The evaluation of a version."""
     samples = []
     for _ in range(4):
         prompt, completion, reward = _problem(rng, skill)

@@ -17,4 +17,4 @@ def status(run: Run = "latest", root: Root = "", as_json: Json = False) -> None:
 
     store = open_store(locate_run(run, root))
     document = {**run_status(store), "url": store.url}
-    answer(document, [] if as_json else [format_status(store), f"at: {store.url}"], as_json=as_json)
+    answer(document, [] if as_json else [format_status(store, document), f"at: {store.url}"], as_json=as_json)

@@ -42,6 +42,7 @@ from pipelinerl_core.run.records import (
     rollout_key,
 )
 from pipelinerl_core.storage.digests import read_verified
+from pipelinerl_core.storage.local import FileStore
 from pipelinerl_core.types import GroupKey
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ def compact_rollouts(store: ObjectStore, keep: int = 0) -> int:
     if through >= 0:
         end = max((file.last for file in files if file.last <= through), default=-1)
         store.delete([steps.rollouts_key for steps in objects if steps.last <= end])
-        store.delete([key for key in list_keys(store, BATCHES_PREFIX) if parse_step_key(key)[0] <= end])
+        _delete_batches(store, [key for key in list_keys(store, BATCHES_PREFIX) if parse_step_key(key)[0] <= end])
         objects, files = ([steps for steps in each if steps.last > end] for each in (objects, files))
     _delete_left_over(store, objects)
     written = {(step, steps.epoch) for steps in objects for step in steps.steps}
@@ -190,7 +191,15 @@ def _delete_left_over(store: ObjectStore, objects: Sequence[StepRange]) -> None:
                 "batches of steps %d to %d stay beside their compacted rows: %s", steps.first, steps.last, error
             )
             continue
-        store.delete(sorted(left_over))
+        _delete_batches(store, sorted(left_over))
+
+
+def _delete_batches(store: ObjectStore, keys: Sequence[str]) -> None:
+    """Delete batches to which no trainer writes, and their directories, of which a run would keep one per step."""
+    store.delete(keys)
+    if isinstance(store, FileStore):
+        for key in keys:
+            store.remove_empty(key.rpartition("/")[0])
 
 
 def _parts(commits: Sequence[Commit]) -> Iterator[list[Commit]]:
@@ -229,7 +238,7 @@ def _write(store: ObjectStore, commits: Sequence[Commit], segments: "_Segments")
     if store.exists(key):  # another process may have written the object and deleted segments in the meantime
         return False
     store.put(key, memoryview(data))
-    store.delete([entry.name for commit in commits for entry in commit.batches])
+    _delete_batches(store, [entry.name for commit in commits for entry in commit.batches])
     return True
 
 

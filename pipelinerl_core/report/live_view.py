@@ -108,9 +108,8 @@ def run_status(store: ObjectStore) -> dict[str, Any]:
     return {**status, "findings": as_documents(diagnose(newest_facts(follower), decode))}
 
 
-def format_status(store: ObjectStore) -> str:
-    """The status of a run as a few lines of text."""
-    status = run_status(store)
+def format_status(store: ObjectStore, status: Mapping[str, Any]) -> str:
+    """The document of `run_status` and the addresses of the live roles as a few lines of text."""
     lines = [f"{status['run_id']}: {status['state']}, {status_line(status)}"]
     if status["ledger"]:
         lines.append("tokens: " + ", ".join(f"{name} {num:,}" for name, num in status["ledger"].items()))

@@ -15,6 +15,7 @@ import itertools
 import os
 import shlex
 import socket
+import sys
 import time
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
@@ -61,9 +62,13 @@ def counting(keys: Iterable[str], epochs: Iterable[EpochRecord]) -> dict[int, st
     newest = lineage[0].epoch if lineage else -1
     limits = [*lineage, *(record for record in trainers if record.is_claim and record.epoch > newest)]
     passed_over = {record.epoch for record in trainers} - {record.epoch for record in lineage}
+    last_step = dict.fromkeys(passed_over, -1)  # epoch -> the last of its steps that counts
     counted: dict[int, str] = {}
     for (step, epoch), key in sorted((parse_commit_key(key), key) for key in keys):
-        if epoch not in passed_over and all(step <= limit.adopted_through for limit in limits if limit.epoch > epoch):
+        if epoch not in last_step:
+            later = (limit.adopted_through for limit in limits if limit.epoch > epoch)
+            last_step[epoch] = min(later, default=sys.maxsize)
+        if step <= last_step[epoch]:
             counted[step] = key
     return counted
 

@@ -47,7 +47,6 @@ from pipelinerl_core.supervision.gpus import check_gpus
 from pipelinerl_core.supervision.role_commands import ending_with_parent, module_command, role_environment
 from pipelinerl_core.supervision.temporary_directories import own_temporary
 from pipelinerl_core.telemetry.redact import redact_text
-from pipelinerl_core.telemetry.wandb import check_wandb
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +100,8 @@ def check_all(config: RunConfig, root: str, *, run: RunContext | None = None) ->
     if run is None:  # a run that exists trains without MLflow too
         check_mlflow(config.tracking.chosen_uri)
         if config.tracking.wandb:
+            from pipelinerl_core.telemetry.wandb import check_wandb  # noqa: PLC0415 - imports mlflow
+
             check_wandb()
     else:
         check_local_files(run)

@@ -117,8 +117,8 @@ def test_a_mixture_that_is_killed_and_resumed_has_the_same_order_and_a_broken_pa
     parts = run_status(store)["parts"]
     counted = {(part, fate): parts[part][f"groups_{fate}"] for part, fate in fates}
     assert counted == fates, "the totals continue after the resume"
-    assert "mixture: broken 9%: held-out" not in format_status(store)
-    assert "mixture: broken 9%: groups 0 trained" in format_status(store)
+    assert "mixture: broken 9%: held-out" not in format_status(store, run_status(store))
+    assert "mixture: broken 9%: groups 0 trained" in format_status(store, run_status(store))
 
     report = build_report(store)
     assert set(report["parts"]) == set(run.config.mixture)

@@ -199,7 +199,7 @@ class World:
         """hub.json, and what is read from it."""
         self.store.put(HUB_KEY, self.live.record("run").model_dump_json().encode())
         runs_exposition([json.loads(json.dumps(run_status(self.store), allow_nan=False))])
-        format_status(self.store)
+        format_status(self.store, run_status(self.store))
 
 
 class Done:

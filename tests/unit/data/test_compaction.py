@@ -17,6 +17,7 @@ from pipelinerl_core.run import compaction
 from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.compacted import StepRange
 from pipelinerl_core.run.records import batch_key, checkpoint_prefix, parse_step_key, rollout_key
+from pipelinerl_core.storage.local import FileStore
 from tests.builders import put_commit, put_epoch, put_run, small_config
 from tests.counting_store import CountingStore
 from tests.fakes import MemoryStore
@@ -108,6 +109,16 @@ def test_the_rows_are_those_of_the_batches_and_the_dropped_group(run):
     sampled = [list(rollout.completion_token_ids) for rollout in group(0)]
     assert dropped["completion_token_ids"].to_pylist() == sampled
     assert dropped["advantage"].null_count == 2
+
+
+def test_no_directory_of_a_compacted_batch_stays(run, tmp_path):
+    store = FileStore(tmp_path)
+    for key in run.list(""):
+        store.put(key, run.get(key))
+    compact_rollouts(store)
+    assert {int(path.name.partition(".")[0]) for path in (tmp_path / "batches").iterdir()} == set(
+        range(16, STEPS + 1)
+    )
 
 
 def test_segments_whose_groups_are_all_decided_go(run):

@@ -16,7 +16,7 @@ from pipelinerl_core.types import FinishReason, RewardComponent, Rollout, Traini
 from tests.builders import put_epoch, put_run
 from tests.synthetic_run import (
     TRAINER_EPOCH,
-    _evaluation,
+    evaluation_record,
     make_commit,
     make_rollout,
     put_batch,
@@ -45,7 +45,7 @@ def write_query_run(store, tokenizer: Tokenizer, monkeypatch):
     store.put(rollout_key("actor-0", 1, 0), to_segment([encode_rollouts("synthetic", rows)]))
     store.put(rollout_key("actor-1", 1, 0), to_segment([encode_rollouts("synthetic", trained)]))
     for version in (0, STEPS):
-        put_record(store, eval_key(version), _evaluation(np.random.default_rng(version), version, 0.5))
+        put_record(store, eval_key(version), evaluation_record(np.random.default_rng(version), version, 0.5))
     compaction.compact_commits(store)
     compact_rollouts(store)
 

@@ -259,7 +259,7 @@ def test_report_page_and_status_of_a_run_have_the_findings(store):
     findings = build_report(store)["findings"]
     assert [finding["name"] for finding in findings] == ["cut_off"]
     assert run_status(store)["findings"] == findings
-    assert f"diagnosis: {findings[0]['text']}" in format_status(store)
+    assert f"diagnosis: {findings[0]['text']}" in format_status(store, run_status(store))
     page = render_report(store)
     assert '<section id="diagnosis">' in page
     assert "pipelinerl sql synthetic" in page

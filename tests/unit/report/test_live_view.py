@@ -99,7 +99,7 @@ def test_a_complete_run_is_finished_and_its_status_reads_well(store):
     write_run(store, Shape(steps=4))
     put_record(store, HUB_KEY, hub(beat=START))
     assert run_status(store)["state"] == "finished"
-    text = format_status(store)
+    text = format_status(store, run_status(store))
     assert text.startswith("synthetic: finished, step 4/4  reward ")
     assert "held-out 0.870 of " in text
     assert "tokens: generated " in text
