@@ -18,7 +18,7 @@ def test_every_name_is_a_module():
 
 def test_an_unknown_benchmark_is_refused(capsys):
     assert main(["engines"]) == 2
-    assert "bench engines: no such benchmark; there are: checkpoint, demo" in capsys.readouterr().err
+    assert "bench engines: no such benchmark; there are: age, checkpoint, demo" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("suite", "first"), [("emulated", "pipeline"), ("off-policy", "off, ess-scaling")])
