@@ -195,7 +195,11 @@ def _trainer(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit
     gpus = min(1, gpus_of(config, "trainer"))
     weights = width * shape.num_parameters
     version = weights if config.weights.content == "merged" else width * _trained(config, shape)
-    limit = card_bytes - (_share(config) * card_bytes if config.placement.share_gpu else 0.0)
+    if config.gpu_turns:
+        limit = max(0.0, card_bytes - _resting_engine(config, shape))
+        on_host += next(part.num_bytes for part in state if part.name == "optimizer") if gpus else 0.0
+    else:
+        limit = card_bytes - (config.engine_memory_share * card_bytes if config.placement.share_gpu else 0.0)
     # Rank 0 has snapshots of the weights, in shared memory or its own, and while a checkpoint is written at most one
     # copy of it: all of it with DeepSpeed, else what was not written when the next step updates the weights.
     own = 0 if config.weights.uses_shared_memory else _OWN_VERSIONS * version
@@ -299,8 +303,9 @@ def _actor(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit:
     weights = width * shape.num_parameters
     longest = config.rollouts.max_prompt_tokens + config.longest_completion
     sequence = shape.cache_bytes * width / 2 * longest / min(shards, shape.groups)
-    share = min(_share(config) * card_bytes, max(0.0, card_bytes - _broadcast_bytes(config)))
-    limit = share if gpus else 0.0
+    beside = _resting_trainer(config, shape) if config.gpu_turns else _broadcast_bytes(config)
+    share = 1.0 if config.gpu_turns and not engine.has_workers else config.engine_memory_share
+    limit = min(share * card_bytes, max(0.0, card_bytes - beside)) if gpus else 0.0
     parts = [
         Part(name="weights", num_bytes=weights / shards),
         Part(name="one sequence", num_bytes=sequence),
@@ -320,18 +325,25 @@ def _actor(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit:
         gpus=gpus,
         gpu=tuple(parts),
         limit_bytes=limit,
-        host_bytes=2 * weights + on_cpu + 2 * _GIB * max(1, gpus),
+        host_bytes=(2 + (config.gpu_turns and engine.has_workers)) * weights + on_cpu + 2 * _GIB * max(1, gpus),
         shared_bytes=staged + _ENGINE_SHARED_BYTES,
         note=note,
     )
 
 
+def _resting_trainer(config: RunConfig, shape: ModelShape) -> float:
+    """What the trainer keeps on the GPU while the engine has the turn: all but gradients, optimizer, activations."""
+    kept = [part.num_bytes for part in _state(config, shape)[0] if part.name not in ("gradients", "optimizer")]
+    return _OVERHEAD_BYTES + sum(kept)
+
+
+def _resting_engine(config: RunConfig, shape: ModelShape) -> float:
+    """What the engine keeps on the GPU while the trainer has the turn; vLLM's weights are in host memory."""
+    return _ENGINE_BYTES + (0.0 if config.engine.has_workers else _width(config) * shape.num_parameters)
+
+
 def _broadcast_bytes(config: RunConfig) -> float:
     return _BROADCAST_BYTES if config.weights.is_broadcast else 0.0
-
-
-def _share(config: RunConfig) -> float:
-    return config.engine.memory_share or (0.4 if config.placement.share_gpu else 0.9)
 
 
 def _width(config: RunConfig) -> int:
@@ -354,8 +366,8 @@ def _remedy(config: RunConfig, role: RoleFit, fit: Fit) -> str:
             ranks = max(2, shards, config.trainer.ranks)
             options.append(f"set learner.kind=deepspeed learner.zero_stage=3 trainer.ranks={ranks}")
         options.append("set learner.lora_rank=16")
-    if config.placement.share_gpu:
-        options.append("lower engine.memory_share")
+    if config.placement.share_gpu is True:
+        options += ["lower engine.memory_share", "set placement.share_gpu=turns"]
     text = ", or ".join(options) or "use GPUs with more memory"
     return f"{text[0].upper()}{text[1:]}"
 
