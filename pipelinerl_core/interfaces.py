@@ -1,6 +1,7 @@
 """The interfaces between folders; docs/architecture.md follows one rollout and one weight version through them."""
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -141,6 +142,13 @@ class Engine(Protocol):
         """Pause or continue decoding. Requests keep their slot and KV cache; swaps and aborts work during a pause.
 
         Idempotent. A pause counts as idle in `running_seconds`.
+        """
+
+    def resting(self) -> AbstractAsyncContextManager[None]:
+        """In the block the engine samples nothing, swaps wait, and the memory of keys and values is free.
+
+        After the block the engine computes the keys and values of running sequences again, under the current weights;
+        after an exception it can only be closed. A rest counts as idle in `running_seconds`.
         """
 
     async def close(self) -> None:

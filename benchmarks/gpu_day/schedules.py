@@ -1,9 +1,10 @@
-"""Pipeline, conventional and a plain loop on one device: trained tokens per second of equal steps.
+"""Pipeline, with and without turns, conventional and a plain loop on one device: trained tokens per second.
 
 Run: python -m benchmarks.gpu_day.schedules [--toy]
 
 The model has the shape of SmolLM2-135M and random weights; rewards are random. Pipeline: engine and learner compute
-side by side; conventional: by turns, both in a process of their own, which keeps its memory. The plain loop is
+side by side, or with placement.share_gpu=turns one after the other, each with the memory of the device; conventional:
+the engine waits for each step, and both keep their memory. The plain loop is
 transformers' `generate`, then one padded optimizer step, in one process without scoring processes, store and commits.
 """
 
@@ -37,8 +38,12 @@ SETTINGS = (
     "prompts.kind=largest_number", "rollouts.group_size=8", "rollouts.max_prompt_tokens=160", "eval.num_prompts=0",
     "learner.lr=1e-6", "weights.durable_every=100", "placement.share_gpu=true",
 )  # fmt: skip
-KINDS = {"pipeline": (), "conventional": ("schedule.max_lag=0",)}
-"""Kind of schedule -> its other settings."""
+CONTESTANTS = {
+    "pipeline": ("schedule.kind=pipeline",),
+    "pipeline, turns": ("schedule.kind=pipeline", "placement.share_gpu=turns"),
+    "conventional": ("schedule.kind=conventional", "schedule.max_lag=0"),
+}
+"""Name -> settings."""
 RUN_SECONDS = 150.0
 REWARD = '''"""Random rewards: a model with random weights has no others."""
 
@@ -64,12 +69,12 @@ def main() -> int:
         Path(root, "rewards.py").write_text(REWARD)
         settings = [*SETTINGS, *(TOY if options.toy else FULL), f"model.device={device}", f"model.dtype={dtype}"]
         settings += [f"model.path={root}/model", f"reward.function={root}/rewards.py:score"]
-        for kind, others in KINDS.items():
-            config = load_config("quickstart", [*settings, f"schedule.kind={kind}", *others])
+        for name, others in CONTESTANTS.items():
+            config = load_config("quickstart", [*settings, *others])
             try:
-                rows.append(run_row(kind, f"file://{root}/{kind}", config))
+                rows.append(run_row(name, f"file://{root}/{name.replace(', ', '-')}", config))
             except PipelineRLError as error:
-                problems.append(f"{kind}: {error}")
+                problems.append(f"{name}: {error}")
         try:
             rows.append(loop_row(config, f"{root}/model", device))
         except torch.OutOfMemoryError as error:

@@ -79,8 +79,8 @@ class VllmConfig(EngineSection):
     """Size of the KV cache in GiB; 0: what memory_share leaves on a GPU, 1 GiB on a CPU. Raise if a CPU engine
     preempts sequences."""
     memory_share: float = Field(0, ge=0, lt=1)
-    """Share of a GPU's memory for weights, KV cache and working memory of the engine; 0: 0.9, or 0.4 with
-    placement.share_gpu. Lower if the engine runs out of memory at its start."""
+    """Share of a GPU's memory for weights, KV cache and working memory of the engine; 0: 0.9, with
+    placement.share_gpu=true 0.4, with turns 0.75. Lower if the engine runs out of memory at its start."""
     batched_tokens: int = Field(0, ge=0)
     """Tokens of one engine step at most, prompts included; 0: vLLM chooses. Lower if long prompts delay running
     sequences or use up the working memory, raise for prompt throughput."""

@@ -237,11 +237,15 @@ def _placement_problem(config: Settings) -> str | None:
         )
     if config.placement.share_gpu and (config.placement.actors > 1 or config.trainer.ranks > 1):
         return (
-            f"placement.share_gpu=true is one GPU for one actor and one rank, but placement.actors="
+            "placement.share_gpu is one GPU for one actor and one rank, but placement.actors="
             f"{config.placement.actors} and trainer.ranks={config.trainer.ranks}. Set both to 1, or share_gpu=false"
         )
     if config.placement.share_gpu and config.placement.kind != "local":
-        return "placement.share_gpu=true needs actor and trainer on one host. Set placement.kind=local"
+        return "placement.share_gpu needs actor and trainer on one host. Set placement.kind=local"
+    if config.gpu_turns and config.learner.splits_state:
+        return "placement.share_gpu=turns needs the optimizer of learner.kind=torch. Set learner.kind=torch"
+    if config.gpu_turns and config.eval_steps and not config.evaluates_on_actors:
+        return "placement.share_gpu=turns has no turn for the engine of eval.on=own. Set eval.on=actors"
     if config.placement.cores == "own" and config.placement.kind != "local":
         return (
             f"placement.cores=own assigns the cores of one host, but placement.kind={config.placement.kind} uses "
@@ -441,8 +445,8 @@ def _weights_problem(config: Settings) -> str | None:
         )
     if config.weights.is_broadcast and config.placement.share_gpu:
         return (
-            "weights.transport=nccl broadcasts between GPUs, but placement.share_gpu=true gives trainer and actor "
-            "the same GPU. Set weights.transport=shm"
+            "weights.transport=nccl broadcasts between GPUs, but placement.share_gpu gives trainer and actor the "
+            "same GPU. Set weights.transport=shm"
         )
     if config.weights.content != "adapters":
         return None

@@ -112,7 +112,7 @@ class EvalConfig(Section):
     on: Literal["auto", "own", "actors"] = "auto"
     """Engine of the evaluations during training. own: a further engine at low priority, which samples all tokens with
     one version; actors: an actor's engine, up to an eighth of its slots, without pinning the version; auto: own for
-    the embedded engine with placement.kind=local, else actors."""
+    the embedded engine with placement.kind=local and without share_gpu=turns, else actors."""
     samples: int = Field(1, ge=1, le=1024)
     """Sampled completions per prompt. Raise for a narrower confidence interval and for pass@k."""
     temperature: Auto | Annotated[float, Field(ge=0)] = "auto"
@@ -142,9 +142,10 @@ class PlacementConfig(Section):
     gpus_per_actor: int = Field(0, ge=0)
     """GPUs that are assigned to each actor; 0: engine.tensor_parallel * engine.data_parallel. Each rank of the
     trainer gets one GPU. Without GPUs on the host, nothing is assigned (docs/gpus.md)."""
-    share_gpu: bool = False
-    """One GPU for actor and trainer together, each with a share of its memory (engine.memory_share). Set on a host
-    with one GPU."""
+    share_gpu: bool | Literal["turns"] = False
+    """One GPU for actor and trainer together. true: each has a share of its memory (engine.memory_share), and both
+    compute at the same time; turns: the engine gives the memory of its keys and values back while the trainer
+    computes a step, and masters and moments are in host memory meanwhile. Set on a host with one GPU."""
     gpu: str = Field("", coerce_numbers_to_str=True)
     """GPU of the hosts that run actors and trainer, for the check that the run fits: a name such as H100, A100-40GB
     or L4, or its memory in GB, such as 80; empty: the GPUs of the host that starts the run. Set with

@@ -79,6 +79,16 @@ class Settings(Section):
         return self.schedule.takes_turns
 
     @property
+    def gpu_turns(self) -> bool:
+        """Whether trainer and actor compute on one GPU by turns."""
+        return self.placement.share_gpu == "turns"
+
+    @property
+    def engine_memory_share(self) -> float:
+        """Share of a GPU's memory for the engine; with turns, the trainer keeps its weights on the GPU."""
+        return self.engine.memory_share or {False: 0.9, True: 0.4, "turns": 0.75}[self.placement.share_gpu]
+
+    @property
     def paces_engines(self) -> bool:
         """Whether engines slow down for the trainer."""
         return self.engine.pace and not self.takes_turns
@@ -131,7 +141,7 @@ class Settings(Section):
     def evaluates_on_actors(self) -> bool:
         """Whether the evaluations during training use the engine of an actor."""
         if self.eval.on == "auto":
-            return self.engine.has_workers or self.placement.kind == "work_pools"
+            return self.engine.has_workers or self.placement.kind == "work_pools" or self.gpu_turns
         return self.eval.on == "actors"
 
     @property

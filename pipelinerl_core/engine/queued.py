@@ -29,7 +29,7 @@ class QueuedEngine(ABC, Generic[SequenceT]):
         self._drained: asyncio.Event | None = None
         """Set when no sequence runs any more. While the event exists a swap waits for it, and nothing is admitted."""
         self._failure: str | None = None
-        self._is_paused = False
+        self._is_paused = self._is_resting = False
         self._num_tokens = 0
         self._running_seconds = 0.0
         self._counted_at = time.perf_counter()
@@ -104,8 +104,13 @@ class QueuedEngine(ABC, Generic[SequenceT]):
         if self._failure is not None:
             raise SwapError(f"the engine ended while it was drained: {self._failure}")
 
+    def _set_resting(self, is_resting: bool) -> None:
+        self._count_time()
+        self._is_resting = is_resting
+
     def _count_time(self) -> None:
         """Bring running_seconds, the integral of `running` over time, up to now. Call before `running` changes."""
         now = time.perf_counter()
-        self._running_seconds += 0 if self._is_paused else len(self._running) * (now - self._counted_at)
+        is_idle = self._is_paused or self._is_resting
+        self._running_seconds += 0 if is_idle else len(self._running) * (now - self._counted_at)
         self._counted_at = now

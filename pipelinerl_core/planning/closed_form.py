@@ -165,11 +165,11 @@ def run_estimate(config: RunConfig, speeds: Speeds, work: Work) -> tuple[float, 
     steps instead of flashes.
 
     Schedules that take turns: the sum of both times, and the mean lag of the steps of a phase. Otherwise the longer
-    time, and `mean_staleness`. Swaps, commits, groups, the window and the pace are left out.
+    time, or the sum with share_gpu=turns, and `mean_staleness`. Swaps, commits, groups, window and pace are left out.
     """
     actors, slots = config.placement.actors, config.engine.concurrency
     batch = config.trainer.groups_per_step * config.rollouts.group_size
-    training = speeds.train_seconds(round(batch * (work.prompt_tokens + work.lengths.mean)))
+    training = speeds.train_seconds(round(batch * (work.prompt_tokens + work.lengths.mean))) + work.turn_seconds
     if config.takes_turns:
         steps = config.schedule.steps_per_phase if config.schedule.has_phases else 1
         running_L = batch * steps * work.lengths.running / actors
@@ -183,7 +183,7 @@ def run_estimate(config: RunConfig, speeds: Speeds, work: Work) -> tuple[float, 
         batch=batch,
         spread=work.lengths.spread(config.rollouts.group_size),
     )
-    return 1 / max(generation, training), staleness
+    return 1 / (generation + training if config.gpu_turns else max(generation, training)), staleness
 
 
 def _sequences_per_lag(system: System) -> float:

@@ -107,7 +107,7 @@ def named_bottleneck(
 ) -> str:
     """The bottleneck by the table of report/advice.py, in the words of the planning."""
     evidence = Evidence(trainer_idle=trainer_idle, actor_idle=1 - busy_slots, delay_seconds=delay_seconds)
-    kind = bottleneck(evidence, takes_turns=config.takes_turns)
+    kind = bottleneck(evidence, takes_turns=config.takes_turns or config.gpu_turns)
     if kind == "turns":
         return f"{'generation' if trainer_idle > 1 / 2 else 'training'}, in turns"
     if waited_for_cache > 1 / 2 and kind in ("engine", "window"):
@@ -133,6 +133,9 @@ def inputs(source: Source, config: RunConfig) -> list[dict[str, str]]:
     }
     sources = source.sources_of(config)
     rows = [{"input": name, "value": values[key], "source": sources[key]} for key, name in INPUTS.items()]
+    if config.gpu_turns:
+        text = f"{_time(work.turn_seconds)} to move state, and a prefill of all running sequences"
+        rows.append({"input": "a turn", "value": text, "source": "assumed: 25 GB/s between GPU and host"})
     if work.turns > 1:
         text = f"{work.turns} of equal length, {_time(work.tool_seconds)} between two"
         rows.append({"input": "turns", "value": text, "source": "given: --turns, --tool-seconds"})

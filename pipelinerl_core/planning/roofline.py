@@ -22,6 +22,8 @@ _LINK_BYTES = 20e9
 """Assumed bytes per second at which a version reaches an engine."""
 _SWAP_BYTES = 100e9
 """Assumed bytes per second at which an engine copies a version that it has received."""
+_HOST_BYTES = 25e9
+"""Assumed bytes per second between a GPU and pinned memory of the host (PCIe 4.0 x16), in each direction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,7 @@ class Accelerators:
     swap_seconds: float
     cache_tokens: float
     """Tokens in the KV cache of an actor."""
+    turn_seconds: float
 
 
 def roofline(config: RunConfig, tokens: float) -> Accelerators:
@@ -101,7 +104,8 @@ def roofline(config: RunConfig, tokens: float) -> Accelerators:
     sequence = next(part.num_bytes for part in actor.gpu if part.name == "one sequence")
     token_bytes = sequence / (config.rollouts.max_prompt_tokens + config.rollouts.max_tokens)
     room = actor.limit_bytes - (actor.gpu_bytes - sequence)
-    shares = config.placement.share_gpu and not config.takes_turns
+    shares = config.placement.share_gpu is True and not config.takes_turns
+    optimizer = next(part.num_bytes for role in fit.roles for part in role.gpu if part.name == "optimizer")
     speeds = Roofline(
         name=known,
         weight_bytes=weights / engine.tensor_parallel,
@@ -118,6 +122,7 @@ def roofline(config: RunConfig, tokens: float) -> Accelerators:
         publish_seconds=version / _LINK_BYTES,
         swap_seconds=weights / engine.tensor_parallel / _SWAP_BYTES,
         cache_tokens=max(0.0, room) / token_bytes * engine.data_parallel,
+        turn_seconds=2 * (optimizer + weights * engine.has_workers) / _HOST_BYTES if config.gpu_turns else 0.0,
     )
 
 
@@ -146,6 +151,7 @@ class Table:
             publish_seconds=accelerators.publish_seconds,
             sync_seconds=SYNC_SECONDS,
             cache_tokens=accelerators.cache_tokens,
+            turn_seconds=accelerators.turn_seconds,
         )
 
     def sources_of(self, config: RunConfig) -> dict[str, str]:

@@ -229,6 +229,13 @@ class SimulatedEngine:
         self._versions.append(version)
         self.stop(seconds)
 
+    def rest(self, seconds: float, token_seconds: float) -> None:
+        """Give the GPU to the trainer for `seconds`, then compute the keys and values of running sequences again."""
+        tokens = self.num_running * (self._prompt_tokens + self._steps) - self._sum_of_starts
+        seconds += token_seconds * (tokens + sum(sequence.done for _, _, sequence in self._running))
+        self.busy_slot_seconds -= self.num_running * seconds
+        self.stop(seconds)
+
     def set_pace(self, delay_seconds: float) -> None:
         self._delay_seconds = delay_seconds
         self._set_step_seconds()

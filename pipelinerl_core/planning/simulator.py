@@ -69,6 +69,8 @@ class Work:
     fetch_seconds: float = 0.0
     """Time in which the trainer gets the rows of the groups of a step."""
     snapshot_seconds: float = 0.0
+    turn_seconds: float = 0.0
+    """With placement.share_gpu=turns: time per step for moving state between the GPU and the host's memory."""
     """Time from the end of an optimizer step to the request for the next groups."""
     arrival_seconds: float = 0.0
     """Time from the last token of a group to its arrival: scoring and sending."""
@@ -95,7 +97,7 @@ class Work:
         times = (
             self.prompt_tokens, self.prefill_token_seconds, self.swap_seconds, self.publish_seconds,
             self.commit_seconds, self.fetch_seconds, self.snapshot_seconds, self.arrival_seconds, self.sync_seconds,
-            self.tool_seconds, self.turns - 1, self.start_seconds,
+            self.tool_seconds, self.turns - 1, self.start_seconds, self.turn_seconds,
         )  # fmt: skip
         if min(times) < 0 or not 0 <= self.equal_share < 1:
             raise ConfigError(
@@ -479,6 +481,12 @@ class _Simulation:
         waited = self._now - self._idle_since + fetch_seconds
         num_tokens = sum(ref.num_tokens + ref.num_rollouts * self._work.prompt_tokens for ref in answer.groups)
         seconds = self._speeds.train_seconds(num_tokens)
+        if self._config.gpu_turns:
+            seconds += self._work.turn_seconds
+            for number, engine in enumerate(self._engines):
+                engine.advance(self._now)
+                engine.rest(fetch_seconds + seconds, self._work.prefill_token_seconds)
+                self._wake(number)
         computed = partial(self._computed, step, answer, waited, seconds)
         self._at(self._now + fetch_seconds + seconds, computed, role="trainer")
 

@@ -210,7 +210,11 @@ def _trainer(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit
     state["activations"] = _activation_bytes(config, shape, "cuda" if gpus else "cpu")
     num_published = shape.num_parameters if config.weights.content == "merged" else _trained(config, shape)
     version = _width(config) * num_published
-    limit = card_bytes - (_share(config) * card_bytes if config.placement.share_gpu else 0.0)
+    if config.gpu_turns:
+        limit = max(0.0, card_bytes - _resting_engine(config, shape))
+        offloaded += state["optimizer"] if gpus else 0.0
+    else:
+        limit = card_bytes - (config.engine_memory_share * card_bytes if config.placement.share_gpu else 0.0)
     return RoleFit(
         role="trainer",
         count=config.trainer.ranks,
@@ -328,8 +332,9 @@ def _actor(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit:
     weights = width * shape.num_parameters
     longest = config.rollouts.max_prompt_tokens + config.longest_completion
     sequence = shape.cache_bytes * width / 2 * longest / min(shards, shape.groups)
-    share = min(_share(config) * card_bytes, max(0.0, card_bytes - _broadcast_bytes(config)))
-    limit = share if gpus else 0.0
+    beside = _resting_trainer(config, shape) if config.gpu_turns else _broadcast_bytes(config)
+    share = 1.0 if config.gpu_turns and not engine.has_workers else config.engine_memory_share
+    limit = min(share * card_bytes, max(0.0, card_bytes - beside)) if gpus else 0.0
     note, room = "", limit - weights / shards - _ENGINE_BYTES
     if limit and room > 0:
         whole = int(room // sequence)
@@ -352,7 +357,8 @@ def _actor(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit:
 def _actor_host(config: RunConfig, shape: ModelShape, weights: float, sequence: float) -> dict[str, float]:
     engine, gpus = config.engine, gpus_of(config, "actor")
     if gpus:
-        return {"weights": 2 * weights, "processes": _HOST_BYTES * gpus}
+        copies = 3 if config.gpu_turns and engine.has_workers else 2  # a sleeping vLLM has its weights there
+        return {"weights": copies * weights, "processes": _HOST_BYTES * gpus}
     cache = engine.concurrency * sequence
     if engine.has_workers:
         return {"weights": 3 * weights, "KV cache": cache, "processes": _HOST_BYTES}
@@ -366,12 +372,19 @@ def _actor_host(config: RunConfig, shape: ModelShape, weights: float, sequence: 
     }
 
 
+def _resting_trainer(config: RunConfig, shape: ModelShape) -> float:
+    """What the trainer keeps on the GPU while the engine has the turn: all but gradients, optimizer, activations."""
+    state, _ = _state(config, shape)
+    return _OVERHEAD_BYTES + sum(size for name, size in state.items() if name not in ("gradients", "optimizer"))
+
+
+def _resting_engine(config: RunConfig, shape: ModelShape) -> float:
+    """What the engine keeps on the GPU while the trainer has the turn; vLLM's weights are in host memory."""
+    return _ENGINE_BYTES + (0.0 if config.engine.has_workers else _width(config) * shape.num_parameters)
+
+
 def _broadcast_bytes(config: RunConfig) -> float:
     return _BROADCAST_BYTES if config.weights.is_broadcast else 0.0
-
-
-def _share(config: RunConfig) -> float:
-    return config.engine.memory_share or (0.4 if config.placement.share_gpu else 0.9)
 
 
 def _width(config: RunConfig) -> int:
@@ -394,8 +407,8 @@ def _remedy(config: RunConfig, role: RoleFit, fit: Fit) -> str:
             ranks = max(2, shards, config.trainer.ranks)
             options.append(f"set learner.kind=deepspeed learner.zero_stage=3 trainer.ranks={ranks}")
         options.append("set learner.lora_rank=16")
-    if config.placement.share_gpu:
-        options.append("lower engine.memory_share")
+    if config.placement.share_gpu is True:
+        options += ["lower engine.memory_share", "set placement.share_gpu=turns"]
     text = ", or ".join(options) or "use GPUs with more memory"
     return f"{text[0].upper()}{text[1:]}"
 

@@ -128,7 +128,7 @@ def claimed_gpus(
         while devices is None:
             is_late = time.monotonic() > deadline
             try:
-                devices = _claim(held, gpus, wanted, run_id, name, share=config.placement.share_gpu)
+                devices = _claim(held, gpus, wanted, run_id, name, share=bool(config.placement.share_gpu))
                 problem = ", ".join(holders(gpus)) if devices is None and is_late else ""
             except OSError as error:
                 problem = f"{CLAIMS}: {error}"

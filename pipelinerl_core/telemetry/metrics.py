@@ -186,7 +186,7 @@ _DECLARED = (
            "Groups quarantined at the step: loss or gradient was not finite."),
     Metric("train/num_packs", "packs", "count", "Forward passes of the step."),
     Metric("time/compute_seconds", "seconds", "value", "Forward, backward and optimizer."),
-    Metric("time/reserve_wait_seconds", "seconds", "value", "Time the trainer waited for its groups."),
+    Metric("time/reserve_wait_seconds", "seconds", "value", "Time the trainer waited for groups and for its turn."),
     Metric("time/prepare_seconds", "seconds", "value",
            "From the rows of the step to its first forward pass; GPUs idle."),
     Metric("time/cpu_seconds", "seconds", "running total", "CPU time of the trainer's process."),

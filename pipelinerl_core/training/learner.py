@@ -52,27 +52,28 @@ class TorchLearner(BaseLearner):
         With one thread torch's number of threads does not change.
         """
         super().__init__(model, config, ranks=ranks, **more)
-        self._optimizer = MasterOptimizer(self._policy.trained(), config.learner)
+        self._optimizer = MasterOptimizer(self._policy.trained(), config.learner, rests=config.gpu_turns)
         self._lent: LiveState | None = None
         """A state that may still be read."""
         # One core per pack: the matrix products of a small model are too small for several threads.
         self._workers = None if threads == 1 else ThreadPoolExecutor(threads, "pack", torch.set_num_threads, (1,))
 
     def _step_packs(self, packs: Iterator[PackedBatch], sums: StepSums) -> dict[str, float]:
-        packs = (batch.to(self._device) for batch in packs if not batch.is_empty)
-        self._optimizer.zero_grad()
-        for result in self._workers.map(self._backward, packs) if self._workers else map(self._backward, packs):
-            if result.gradients:
-                self._optimizer.add_grads(result.gradients)
-            sums.add(result.batch, result.sums, result.trainer_logprobs_N, result.entropy_N)
-        if self._ranks.size > 1:
-            self._ranks.sum_(self._optimizer.gradients())
-        grad_norm = self._optimizer.grad_norm()
-        metrics = sums.over_ranks(self._ranks, self._device, grad_norm)  # the only wait for a GPU in a step
-        check_finite(self.version + 1, metrics)
-        rate = self._rate.at(self.version + 1, metrics)
-        self._before_change()
-        self._optimizer.step(grad_norm, learning_rate=rate["train/learning_rate"])
+        with self._optimizer.on_device():
+            packs = (batch.to(self._device) for batch in packs if not batch.is_empty)
+            self._optimizer.zero_grad()
+            for result in self._workers.map(self._backward, packs) if self._workers else map(self._backward, packs):
+                if result.gradients:
+                    self._optimizer.add_grads(result.gradients)
+                sums.add(result.batch, result.sums, result.trainer_logprobs_N, result.entropy_N)
+            if self._ranks.size > 1:
+                self._ranks.sum_(self._optimizer.gradients())
+            grad_norm = self._optimizer.grad_norm()
+            metrics = sums.over_ranks(self._ranks, self._device, grad_norm)  # the only wait for a GPU in a step
+            check_finite(self.version + 1, metrics)
+            rate = self._rate.at(self.version + 1, metrics)
+            self._before_change()
+            self._optimizer.step(grad_norm, learning_rate=rate["train/learning_rate"])
         return metrics | rate
 
     def _backward(self, batch: PackedBatch) -> _PackResult:

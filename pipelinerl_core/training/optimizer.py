@@ -4,7 +4,8 @@ If the model's parameters are float32, they are the masters. Otherwise the maste
 would round an update of relative size 1e-4 to zero.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -54,8 +55,11 @@ def snapshot(tensor: Tensor) -> Tensor:
 class MasterOptimizer:
     """Owns the masters, and copies them to the model's parameters after every step."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], config: LearnerConfig) -> None:
-        """`parameters`: name -> parameter, tied parameters once; their order is the order of gradients."""
+    def __init__(self, parameters: Mapping[str, Tensor], config: LearnerConfig, *, rests: bool = False) -> None:
+        """`parameters`: name -> parameter, tied parameters once; their order is the order of gradients.
+
+        rests: outside of `on_device`, moments and masters that are no parameters are in host memory.
+        """
         self._parameters = dict(parameters)
         self._masters = {
             name: parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_()
@@ -63,6 +67,9 @@ class MasterOptimizer:
         }
         self._config = config
         self._adam = make_adam(list(self._masters.values()), config)
+        self._rests = rests
+        self._on_host: dict[str, Tensor] = {}
+        self._rest()
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -112,6 +119,36 @@ class MasterOptimizer:
                 tensors[f"optimizer.{name}.{key}"] = value
         return tensors
 
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """The block in which gradients and steps are possible, also with rests."""
+        if self._rests:
+            device = self.parameters[0].device
+            for _, tensor in self._movable():
+                tensor.data = tensor.data.to(device, non_blocking=True)
+        try:
+            yield
+        finally:
+            self._rest()
+
+    @torch.no_grad()
+    def _rest(self) -> None:
+        """With rests: free the gradients, and move masters and moments to host memory, pinned for a GPU."""
+        if not self._rests:
+            return
+        self.zero_grad()
+        is_pinned = torch.cuda.is_available()
+        for key, tensor in self._movable():
+            if key not in self._on_host:
+                self._on_host[key] = torch.empty_like(tensor, device="cpu", pin_memory=is_pinned)
+            tensor.data = self._on_host[key].copy_(tensor, non_blocking=True)
+        if is_pinned:
+            torch.cuda.synchronize()
+
+    def _movable(self) -> list[tuple[str, Tensor]]:
+        parameters = {id(parameter) for parameter in self.parameters}
+        return [(name, tensor) for name, tensor in self.state().items() if id(tensor) not in parameters]
+
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `state`. Raises StoreError if names or shapes belong to another model."""
@@ -123,6 +160,7 @@ class MasterOptimizer:
             moments = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
             if moments:
                 self._adam.state[master] = {key: value.to(master.device, copy=True) for key, value in moments.items()}
+        self._rest()
         self._copy_to_model()
 
     @torch.no_grad()

@@ -178,6 +178,38 @@ async def test_log_probabilities_across_two_swaps_are_those_of_the_kv_policy(bui
     assert engine.stats().slots == 6  # what a swap preempts says nothing of the size of the KV cache
 
 
+async def test_a_rest_samples_nothing_loses_nothing_and_computes_the_keys_again_under_the_current_weights(build):
+    models = {version: tiny_model(seed=version) for version in (0, 1)}
+    engine = await build(tiny_model(seed=0), slots=4)
+    tasks = [
+        asyncio.create_task(finish(engine, ask(f"r{i}", prompt=PROMPT[: 2 + i % 3], max_tokens=60 + i, seed=i)))
+        for i in range(5)
+    ]
+    await until(lambda: engine.stats().num_tokens >= 40, "40 tokens")
+    await engine.swap(update_of(weights_of(models[1]), 1))
+    wanted = engine.stats().num_tokens + 20
+    await until(lambda: engine.stats().num_tokens >= wanted, "20 tokens of the new weights")
+    async with engine.resting():
+        swap = asyncio.create_task(engine.swap(update_of(weights_of(models[1]), 2)))
+        await asyncio.sleep(0.05)  # vLLM sends the outputs of its last step after it has paused
+        before = engine.stats()
+        await asyncio.sleep(0.1)
+        after = engine.stats()
+        assert (after.num_tokens, after.running, after.running_seconds) == (
+            before.num_tokens, 4, before.running_seconds,
+        )  # fmt: skip
+        assert not swap.done()
+    await swap
+    models[2] = models[1]
+    for index, completion in enumerate(await asyncio.gather(*tasks)):
+        assert len(completion.token_ids) == 60 + index
+        prompt = PROMPT[: 2 + index % 3]
+        newest = completion.weight_spans[-1]
+        assert newest.version == 2
+        expected = reference_logprobs(models, prompt, completion, recompute=True)[newest.start :]
+        np.testing.assert_allclose(completion.rollout_logprobs[newest.start :], expected, atol=1e-4)
+
+
 async def test_draining_finishes_running_sequences_before_the_swap_and_holds_back_the_waiting(build):
     engine = await build(tiny_model(), slots=2, kv="drain")
     tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=10 + 10 * i, seed=i))) for i in range(4)]

@@ -9,7 +9,8 @@ import asyncio
 import functools
 import heapq
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,18 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         self._is_paused = is_paused
         self._wake()
 
+    @asynccontextmanager
+    async def resting(self) -> AsyncIterator[None]:
+        """Release the keys and values of all slots for the time of the block; see `interfaces.Engine`."""
+        async with self._swap_lock:
+            self._set_resting(True)
+            self._forget_kept()
+            self._decoder.memory.clear()
+            yield
+            self._recompute()
+            self._set_resting(False)
+            self._wake()
+
     def stats(self) -> EngineStats:
         """Load of the engine now; kv_usage is the share of the slots' token capacity that is in use."""
         self._count_time()
@@ -196,7 +209,7 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
             self._task = asyncio.get_running_loop().create_task(self._run(), name="embedded-engine")
 
     def _has_work(self) -> bool:
-        return not self._is_paused and bool(self._running or self._admissible(1))
+        return not (self._is_paused or self._is_resting) and bool(self._running or self._admissible(1))
 
     async def _run(self) -> None:
         try:
@@ -362,10 +375,7 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
     def _replace_weights(self, version: int, staged: StagedWeights) -> list[torch.Tensor]:
         for sequence in self._running.values():
             self._emit(sequence)  # tokens up to here have the old version
-        for slot in self._kept:
-            self._table.release(slot)
-        self._kept.clear()
-        self._prefilled.clear()
+        self._forget_kept()
         try:
             replaced = self._decoder.load(staged)
         except Exception as error:
@@ -379,6 +389,12 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
             # weight span of the completion would show this: the parity gate of the trainer would refuse a sound run.
             self._table.feed_prompts_again()
         return replaced
+
+    def _forget_kept(self) -> None:
+        for slot in self._kept:
+            self._table.release(slot)
+        self._kept.clear()
+        self._prefilled.clear()
 
     def _recompute(self) -> None:
         """Compute the keys and values of all running sequences again, under the current weights."""

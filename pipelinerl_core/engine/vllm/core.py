@@ -77,6 +77,8 @@ class CoreSettings:
     block_size: int | None = None
     stream_interval: int = 16
     """Tokens of a sequence between two of its outputs."""
+    sleeps: bool = False
+    """`VLLMCore.rest` gives memory back, which needs a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +233,17 @@ class VLLMCore:
         """Continue after a pause."""
         await self._call(self.llm.resume_generation())
 
+    async def rest(self) -> None:
+        """Pause, drop the KV cache, and with `sleeps` free its memory and that of the weights; requests stay."""
+        if not self.settings.sleeps:
+            return await self.pause(clear_cache=True)
+        await self._submitted()
+        await self._call(self.llm.sleep(level=1, mode="keep"))
+
+    async def wake(self) -> None:
+        """Continue after `rest`: vLLM computes the keys and values of its requests again."""
+        await self._call(self.llm.wake_up() if self.settings.sleeps else self.llm.resume_generation())
+
     async def join(self, group: BroadcastGroup, first_rank: int) -> None:
         """Make every worker join a broadcast group on a thread. Returns at once; the workers continue to generate."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -317,6 +330,7 @@ class VLLMCore:
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             enable_log_requests=False,
             disable_log_stats=True,
+            enable_sleep_mode=settings.sleeps,
         )
         return AsyncLLM.from_engine_args(arguments, stat_loggers=[self._stat_logger()])
 

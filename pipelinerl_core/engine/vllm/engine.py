@@ -13,7 +13,8 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 
 import torch
 
@@ -152,6 +153,15 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
         self._is_paused = is_paused
         self._keeper.set_paused(is_paused)
 
+    @asynccontextmanager
+    async def resting(self) -> AsyncIterator[None]:
+        """Give memory back for the time of the block; see `interfaces.Engine`."""
+        async with self._swap_lock:
+            self._set_resting(True)
+            async with self._keeper.resting():
+                yield
+            self._set_resting(False)
+
     def stats(self) -> EngineStats:
         """Load of the engine now; steps and KV cache usage as the core reported them last."""
         self._count_time()
@@ -266,9 +276,10 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
     def _num_preemptions(self) -> int:
         """Preemptions for lack of KV cache, where vLLM's count tells them.
 
-        With kv=recompute every swap preempts all running sequences: then only the use of the KV cache tells.
+        A rest, and with kv=recompute a swap, preempts all running sequences: then only the use of the KV cache tells.
         """
-        return 0 if self._kv == "recompute" else self._keeper.core.load.num_preemptions
+        is_always = self._kv == "recompute" or self._keeper.core.settings.sleeps
+        return 0 if is_always else self._keeper.core.load.num_preemptions
 
     def _requeue(self, sequence: VLLMSequence) -> None:
         """Return a running sequence to its old position in the queue; no effect if the sequence has ended."""

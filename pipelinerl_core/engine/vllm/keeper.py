@@ -6,7 +6,8 @@ engine core is started again with the last good version, and the sequences retur
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,24 @@ class CoreKeeper:
             raise SwapError(f"no swap to version {update.version}, vLLM restarts: {error}") from error
         finally:
             self._open("swap")
+
+    @asynccontextmanager
+    async def resting(self) -> AsyncIterator[None]:
+        """`VLLMCore.rest` and `wake` around the block. A core that dies meanwhile starts again after the block."""
+        self._closed_for.add("rest")
+        async with self._lock:
+            try:
+                await self.core.rest()
+            except EngineError as error:
+                self.restart(str(error))
+            yield
+            try:
+                await self.core.wake()
+                if self.is_paused:
+                    await self.core.pause(clear_cache=False)
+            except EngineError as error:
+                self.restart(str(error))
+        self._open("rest")
 
     def restart(self, cause: str) -> None:
         """Start a restart of the engine core unless one is in progress; fail if the restart budget is spent."""

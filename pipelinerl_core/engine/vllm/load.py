@@ -13,11 +13,10 @@ from pipelinerl_core.config.engines import VllmConfig
 from pipelinerl_core.engine.vllm.core import CoreSettings, VLLMCore
 from pipelinerl_core.engine.vllm.engine import VLLMEngine
 from pipelinerl_core.engine.vllm.weights import StagedWeights
+from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.paths import read_model_config, within_context
 
 _GIB = 2**30
-_SHARES = {False: 0.9, True: 0.4}
-"""engine.memory_share=0, by placement.share_gpu: the trainer's state and activations need more than the weights."""
 
 
 async def start_vllm_engine(
@@ -30,7 +29,7 @@ async def start_vllm_engine(
     eos_token_ids: Iterable[int] | None = None,
     weight_version: int = 0,
 ) -> VLLMEngine:
-    """The engine of a run on vLLM, started, which takes 20 to 30 s. Raises EngineError.
+    """The engine of a run on vLLM, started, which takes 20 to 30 s. Raises EngineError, ConfigError.
 
     name: role and epoch, different for every engine of a run: the name determines the seed of the sampling noise.
     staging: see `StagedWeights`.
@@ -55,10 +54,12 @@ async def start_vllm_engine(
 
 
 def core_settings(directory: Path, config: RunConfig, *, max_len: int, name: str) -> CoreSettings:
-    """Arguments of vLLM. On a CPU the defaults are no compilation and a KV cache of 1 GiB."""
+    """Arguments of vLLM. On a CPU the defaults are no compilation and a KV cache of 1 GiB. Raises ConfigError."""
     on_cpu = not torch.cuda.is_available()
     engine = config.engine
     assert isinstance(engine, VllmConfig)
+    if on_cpu and config.gpu_turns:
+        raise ConfigError("placement.share_gpu=turns: vLLM cannot sleep on a CPU. Set placement.share_gpu=false")
     kv_gigabytes = engine.kv_gigabytes or (1.0 if on_cpu else 0)
     is_compiled = engine.compile == "always" or (engine.compile == "auto" and not on_cpu)
     digest = hashlib.blake2b(f"{config.seed}/{name}".encode(), digest_size=4).digest()
@@ -69,13 +70,14 @@ def core_settings(directory: Path, config: RunConfig, *, max_len: int, name: str
         max_sequences=engine.concurrency,
         seed=int.from_bytes(digest, "little") >> 1,
         kv_bytes=int(kv_gigabytes * _GIB) or None,
-        memory_share=engine.memory_share or _SHARES[config.placement.share_gpu],
+        memory_share=config.engine_memory_share,
         batched_tokens=engine.batched_tokens or None,
         prefix_cache=engine.prefix_cache,
         tensor_parallel=engine.tensor_parallel,
         data_parallel=engine.data_parallel,
         is_eager=not is_compiled,
         stream_interval=engine.stream_interval,
+        sleeps=config.gpu_turns,
     )
 
 

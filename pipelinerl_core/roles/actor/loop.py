@@ -14,6 +14,7 @@
 | seal  | finished groups   | store.segment_seconds            | the clock                       |
 | report| sealed segments   | the hub's answer                 | a hub                           |
 | log   | growth of groups  | store.partial_seconds            | the clock                       |
+| turns | the GPU's turn    | the trainer's wish for the GPU   | the end of the trainer's turn   |
 """
 
 import asyncio
@@ -59,6 +60,7 @@ from pipelinerl_core.roles.actor.finished_group import FinishedGroup, finished_g
 from pipelinerl_core.roles.actor.log import GroupLog
 from pipelinerl_core.roles.actor.sealing import Sealer
 from pipelinerl_core.roles.actor.watch import ActorWatch
+from pipelinerl_core.roles.runtime.gpu_turns import ActorTurns
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.rollouts.error_budget import ErrorBudgets
@@ -88,6 +90,8 @@ class ActorParts:
     """Only with weights.transport=nccl."""
     evaluation: ActorEvaluation | None = None
     """Only with evaluations during training on actors."""
+    turns: ActorTurns | None = None
+    """Only with placement.share_gpu=turns."""
 
 
 class Actor:
@@ -111,6 +115,7 @@ class Actor:
         self._subscriber = parts.subscriber
         self._broadcasts = parts.broadcasts
         self._evaluation = parts.evaluation
+        self._turns = parts.turns
         self._episode_counts = [player.counts for player in parts.players.values() if player.counts is not None]
         self._runner = GroupRunner(parts.players, actor=name)
         self._log = GroupLog(
@@ -165,6 +170,7 @@ class Actor:
                         self._sealer.report(),
                         self._log.run(),
                         self._watch.run(),
+                        *([self._turns.run(self._engine)] if self._turns is not None else []),
                     )
                 ]
                 try:

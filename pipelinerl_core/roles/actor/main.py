@@ -15,6 +15,7 @@ from pipelinerl_core.messages import Register
 from pipelinerl_core.roles.actor.broadcast_subscriber import BroadcastSubscriber
 from pipelinerl_core.roles.actor.evaluating import ActorEvaluation
 from pipelinerl_core.roles.actor.loop import Actor, ActorParts
+from pipelinerl_core.roles.runtime.gpu_turns import ActorTurns
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.runtime.inference import base_weights, open_engine
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
@@ -58,6 +59,9 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event, monit
     epoch = take_life(context.store, name)
     # Before the engine, which takes minutes to load: may raise ConfigError.
     tasks = {part: await _open_task(context, part, monitor) for part in context.config.parts}
+    turns = ActorTurns(context, monitor.heartbeat) if context.config.gpu_turns else None
+    if turns is not None:
+        await turns.take()
     engine = await open_engine(context.config, run_id=context.run_id, name=name, epoch=epoch)
     segments = SegmentWriter(
         context.store,
@@ -77,6 +81,7 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event, monit
         store=context.store,
         broadcasts=_broadcast_subscriber(context, engine, name),
         evaluation=evaluation,
+        turns=turns,
     )
 
     def link(registration: Callable[[], Register]) -> HubLink:
@@ -104,6 +109,8 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event, monit
         for task in tasks.values():
             await task.close()
         await engine.close()
+        if turns is not None:
+            turns.close()
 
 
 async def _open_task(context: RunContext, part: str, monitor: RoleMonitor) -> Task:

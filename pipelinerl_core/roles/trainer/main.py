@@ -43,6 +43,7 @@ from pipelinerl_core.errors import (
 from pipelinerl_core.host import own_cores
 from pipelinerl_core.interfaces import Learner
 from pipelinerl_core.messages import Refused, Register, Reserve, Reserved, Rows
+from pipelinerl_core.roles.runtime.gpu_turns import trainer_turn
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.roles.runtime.process import RoleProcess, freeze_startup_objects, keep_to_cores, leave, run_role
@@ -139,7 +140,8 @@ class Trainer:
         """Train from the last commit to the last step, or until `stop` is set."""
         last = max(commits, default=-1)
         if last >= 0:
-            self._adopt(commits)
+            with trainer_turn(self._context):
+                self._adopt(commits)
         self._link.connect()
         self._watch.registered()
         try:
@@ -231,7 +233,11 @@ class Trainer:
         reserved_rows = self._reserve_rows(step, stop)
         if reserved_rows is None:
             return True
-        reserved, groups = reserved_rows
+        with trainer_turn(self._context):
+            return self._compute(step, *reserved_rows, waited_from)
+
+    def _compute(self, step: int, reserved: Reserved, groups: list[list[Rollout]], waited_from: float) -> bool:
+        """`_try_step` with the reserved groups; waited_from: start of the wait for them, Unix seconds."""
         reserved_at, began = time.time(), time.perf_counter()
         self._watch.computing(step)
         assembled = assemble_rows(step, groups, self._config)
@@ -490,7 +496,8 @@ def train(context: RunContext, stop: threading.Event, monitor: RoleMonitor) -> N
     spread = Spread(nodes=context.config.placement.trainer_nodes, store=context.store, epoch=epoch.epoch)
     try:
         with open_learners(context.store.url, context.config.trainer.ranks, spread) as learners:
-            learner = emulated_learner(learners.build(context.config), context.config)
+            with trainer_turn(context):
+                learner = emulated_learner(learners.build(context.config), context.config)
             trainer = Trainer(context, learner, epoch, monitor=monitor, tokens=token_digests(context.config))
             freeze_startup_objects()
             stop_when_drained(context.store, stop)

@@ -19,6 +19,7 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.resolve import build_config, load_config, override_config, resume_config
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "config_keys.txt"
+TURNS, BFLOAT = "placement.share_gpu=turns", "model.dtype=bfloat16"
 
 
 @pytest.mark.parametrize("preset", preset_names())
@@ -220,6 +221,11 @@ def test_admission_window_is_the_documented_formula():
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
+        ([TURNS, "placement.actors=2"], r"Set both to 1, or share_gpu=false"),
+        ([TURNS, "placement.kind=work_pools"], r"Set placement\.kind=local"),
+        ([TURNS, "eval.on=own"], r"Set eval\.on=actors"),
+        ([TURNS, "learner.kind=deepspeed", "learner.zero_stage=1", BFLOAT], r"Set learner\.kind=torch"),
+        (["placement.share_gpu=sometimes"], r"share_gpu"),
         (["placement.trainer_nodes=2", "trainer.ranks=2"], r"Set placement\.kind=work_pools"),
         (["placement.trainer_nodes=2", "trainer.ranks=3", "placement.kind=work_pools"], r"a multiple of 2"),
         (["learner.kind=deepspeed", "model.dtype=bfloat16"], r"Set learner\.zero_stage to at least 1"),

@@ -16,12 +16,13 @@ from pipelinerl_core.planning.lengths import Lengths
 from pipelinerl_core.planning.own_run import write_prediction
 from pipelinerl_core.planning.prediction import inputs, predict
 from pipelinerl_core.planning.roofline import Table
-from pipelinerl_core.planning.simulator import Work
+from pipelinerl_core.planning.simulator import Work, simulate
 from pipelinerl_core.planning.speeds import Line, MeasuredSpeeds
 from pipelinerl_core.planning.sweep import best_of, sweep, sweep_document, sweep_figure, sweep_lines
 from pipelinerl_core.planning.what_if import Changed, document, lines, on_gpus, parse_speeds, read_lengths, source_of
 from pipelinerl_core.run.records import PREDICTION_KEY, PredictionRecord
 from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.supervision.fit import fit_of
 
 RUNS = Path(__file__).parents[2] / "golden" / "runs"
 PRESET = load_config("math-7b-16gpu")
@@ -55,6 +56,39 @@ def test_a_decode_step_of_one_sequence_reads_the_weights_and_an_optimizer_step_c
     assert speeds.decode_seconds(1) == pytest.approx(2 * NUM_7B / (0.6 * 3.35e12), rel=0.01)
     assert speeds.train_seconds(1000) == pytest.approx(1000 * 8 * multiplied / (8 * 0.4 * 989e12), rel=1e-3)
     assert speeds.decode_seconds(0) == 0
+
+
+def test_turns_on_one_gpu_cost_both_times_the_moved_state_and_a_prefill_of_the_running_sequences():
+    def predicted(share):
+        return document(
+            Table(), load_config("dapo-1.5b-1gpu", ["placement.gpu=H200", f"placement.share_gpu={share}"])
+        )
+
+    turns = predicted("turns")
+    (row,) = [row for row in turns["inputs"] if row["input"] == "a turn"]
+    state = 12 * fit_of(load_config("dapo-1.5b-1gpu")).num_parameters
+    weights = state / 6
+    assert row["value"].startswith(f"{2 * (state + weights) / 25e9:.3g} s to move state")
+    assert row["source"].startswith("assumed: 25 GB/s")
+    assert turns["predicted"]["bottleneck"].endswith("in turns")
+    assert not [row for row in predicted("true")["inputs"] if row["input"] == "a turn"]
+
+
+def test_a_rest_stops_an_engine_for_the_turn_and_the_prefill_of_its_tokens():
+    speeds = MEASURED.speeds
+    simulated = {
+        token_seconds: simulate(
+            override_config(MEASURED.config, ["placement.share_gpu=turns", "eval.on=actors"]),
+            speeds,
+            replace(MEASURED.work, prefill_token_seconds=token_seconds, turn_seconds=0.01),
+        )
+        for token_seconds in (0.0, 1e-4)
+    }
+    beside = simulate(MEASURED.config, speeds, MEASURED.work)
+    ends = [run.steps[-1].at for run in (beside, simulated[0.0], simulated[1e-4])]
+    assert ends == sorted(ends)
+    assert ends[1] > ends[0] + 30 * 0.01
+    assert simulated[0.0].tokens["trained"] == beside.tokens["trained"]
 
 
 def test_many_sequences_are_bound_by_flops():

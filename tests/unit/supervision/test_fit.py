@@ -198,6 +198,25 @@ def test_the_buffers_of_a_broadcast_are_beside_the_share_of_the_engine():
     assert limit_and_need("nccl", 0.9)[1] - limit_and_need("shm", 0.9)[1] == 2 * 2**30
 
 
+def test_by_turns_each_role_has_the_card_without_what_the_other_keeps_there():
+    local = (SEVEN, "placement.gpu=141", "placement.kind=local", "trainer.rescore_share=0")
+
+    def roles(*overrides):
+        return fit_of(config(*local, *overrides)).roles
+
+    turns, overhead = "placement.share_gpu=turns", 1.5 * 2**30
+    embedded = "engine.kind=embedded", "model.device=cuda"
+    trainer, actor = roles(turns, *embedded)
+    assert trainer.limit_bytes == 141e9 - 2 * NUM_7B - 2 * 2**30
+    assert actor.limit_bytes == 141e9 - 2 * NUM_7B - overhead
+    beside, _ = roles("placement.share_gpu=true", *embedded)
+    assert trainer.host_bytes - beside.host_bytes == 12 * NUM_7B
+    asleep, sleeper = roles(turns)
+    assert (asleep.limit_bytes, sleeper.limit_bytes) == (141e9 - 2 * 2**30, 0.75 * 141e9)
+    assert roles(turns, "engine.memory_share=0.95")[1].limit_bytes == 141e9 - 2 * NUM_7B - overhead
+    assert sleeper.host_bytes - roles("placement.share_gpu=true")[1].host_bytes == 2 * NUM_7B
+
+
 def test_the_fit_is_text_and_a_document():
     fit = fit_of(config(SEVEN, "placement.gpu=H100"))
     first, trainer, _, actor, *_ = fit.lines()

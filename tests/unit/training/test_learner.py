@@ -11,6 +11,7 @@ from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config.learners import TorchConfig
 from pipelinerl_core.config.losses import ReinforceLoss
+from pipelinerl_core.config.sections import PlacementConfig
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, TrainingDiverged
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.telemetry.metrics import METRICS
@@ -320,6 +321,30 @@ def test_a_resumed_run_continues_bit_for_bit(store, dtype):
         assert {**metrics, "time/compute_seconds": 0} == {**other, "time/compute_seconds": 0}
     for name, tensor in published_by(learner).items():
         assert torch.equal(tensor, published_by(successor)[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_that_rests_on_the_host_takes_the_same_steps(store, dtype):
+    """On a CPU; a GPU differs by the two copies of a step."""
+    run_config = config(40, lr=1e-3, clip_norm=0.3)
+    by_turns = run_config.model_copy(update={"placement": PlacementConfig(share_gpu="turns")})
+    plain, resting, resumed = (
+        learner_of(tiny_model(seed).to(dtype), kind)
+        for seed, kind in ((0, run_config), (0, by_turns), (77, by_turns))
+    )
+    for step in (1, 2, 3):
+        rows = rows_of(run_config, step, seed=step)
+        expected = plain.step(rows)
+        given = [resting.step(rows), *([resumed.step(rows)] if step == 3 else [])]
+        for metrics in given:
+            assert {**metrics, "time/compute_seconds": 0} == {**expected, "time/compute_seconds": 0}
+        assert all(master.grad is None for master in resting._optimizer._masters.values())
+        if step == 2:
+            save_checkpoint(store, 2, 1, resting.state())
+            resumed.load_state(*load_checkpoint(store, 2, 1))
+    for name, tensor in state_of(plain)[0].items():
+        assert torch.equal(tensor, state_of(resting)[0][name]), name
+        assert torch.equal(tensor, state_of(resumed)[0][name]), name
 
 
 def test_bfloat16_weights_follow_float32_masters():

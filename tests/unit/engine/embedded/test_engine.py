@@ -55,6 +55,23 @@ async def test_a_swap_leaves_the_bytes_of_all_prefixes_alone_when_kv_is_kept(kv,
     await asyncio.gather(*tasks)
 
 
+async def test_a_rest_frees_the_memory_of_all_keys_and_values():
+    def num_bytes():
+        memory = engine._decoder.memory
+        return sum(tensor.nbytes for store in (memory.keys, memory.values) for tensor in store.values())
+
+    engine = EmbeddedEngine(tiny_model(), slots=3, max_len=64, eos_token_ids=[])
+    task = asyncio.create_task(finish(engine, ask("r", max_tokens=30)))
+    await after_tokens(engine, 5)
+    before = num_bytes()
+    async with engine.resting():
+        assert (before > 0, num_bytes()) == (True, 0)
+        await asyncio.sleep(0.01)
+        assert num_bytes() == 0
+    assert num_bytes() == before
+    assert len((await task).token_ids) == 30
+
+
 async def test_a_prompt_that_is_fed_during_a_swap_is_fed_again_under_the_new_weights():
     """The trainer compares such rollouts with its weights, because all their tokens are of the newest version."""
     models = {version: tiny_model(seed=version) for version in (0, 1)}

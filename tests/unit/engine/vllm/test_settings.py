@@ -1,10 +1,12 @@
 """The arguments that vLLM is started with."""
 
 import ast
+import asyncio
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -39,12 +41,38 @@ def test_on_a_gpu_the_keys_decide_and_a_shared_gpu_leaves_room_for_the_trainer(m
     assert (engine_settings.kv_bytes, engine_settings.is_eager, engine_settings.memory_share) == (None, False, 0.9)
     assert settings("placement.share_gpu=true").memory_share == 0.4
     assert settings("placement.share_gpu=true", "engine.memory_share=0.3").memory_share == 0.3
+    by_turns = settings("placement.share_gpu=turns")
+    assert (engine_settings.sleeps, by_turns.sleeps, by_turns.memory_share) == (False, True, 0.75)
     engine_settings = settings("engine.batched_tokens=4096", "engine.prefix_cache=false", "engine.tensor_parallel=2")
     assert (engine_settings.batched_tokens, engine_settings.prefix_cache, engine_settings.tensor_parallel) == (
         4096,
         False,
         2,
     )
+
+
+def test_turns_on_one_gpu_put_vllm_to_sleep_with_its_requests_which_needs_a_gpu():
+    with pytest.raises(ConfigError, match=r"vLLM cannot sleep on a CPU. Set placement\.share_gpu=false"):
+        settings("placement.share_gpu=turns")
+    calls = []
+
+    class Llm:
+        errored = False
+
+        async def sleep(self, level, mode):
+            calls.append(("sleep", level, mode))
+
+        async def wake_up(self):
+            calls.append("wake_up")
+
+    async def turn():
+        sleeping = core.VLLMCore(replace(settings(), sleeps=True))
+        sleeping.llm = Llm()
+        await sleeping.rest()
+        await sleeping.wake()
+
+    asyncio.run(turn())
+    assert calls == [("sleep", 1, "keep"), "wake_up"]
 
 
 def test_workers_are_spawned_and_vllm_is_not_imported_before_its_variables_are_set():
