@@ -69,9 +69,9 @@ class Work:
     fetch_seconds: float = 0.0
     """Time in which the trainer gets the rows of the groups of a step."""
     snapshot_seconds: float = 0.0
+    """Time from the end of an optimizer step to the request for the next groups."""
     turn_seconds: float = 0.0
     """With placement.share_gpu=turns: time per step for moving state between the GPU and the host's memory."""
-    """Time from the end of an optimizer step to the request for the next groups."""
     arrival_seconds: float = 0.0
     """Time from the last token of a group to its arrival: scoring and sending."""
     sync_seconds: float = 0.0

@@ -392,4 +392,6 @@ def test_merged_steps_keep_the_figures_of_a_run_and_all_rows_of_its_versions(sto
     ):
         assert after[name] == pytest.approx(before.pop(name), rel=0.02)
     assert {name: after[name] for name in before} == before
-    assert page_of(store, merged, None).count("<svg") == page_of(store, whole, None).count("<svg")
+    pages = [page_of(store, facts, None) for facts in (whole, merged)]
+    assert pages[0].count("<svg") == pages[1].count("<svg")
+    assert ["means over neighbouring steps" in page for page in pages] == [False, True]
