@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -334,9 +335,11 @@ def evaluation_record(rng: np.random.Generator, version: int, skill: float) -> E
     )
 
 
-def build_report(store):
+def build_report(store: ObjectStore) -> dict[str, Any]:
+    """report.json of a run."""
     return report_of(collect(store))
 
 
-def render_report(store, *, decode=None):
+def render_report(store: ObjectStore, *, decode: Any = None) -> str:
+    """report.html of a run."""
     return page_of(store, collect(store), decode)
