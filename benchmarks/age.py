@@ -8,13 +8,11 @@ is in none.
 
 import argparse
 import io
-import resource
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +128,7 @@ def _commit(step: int, epoch: int, rows: list[TrainingRow], totals: dict[str, in
     return commit.model_copy(update={
         "fates": tuple(fates), "tokens": before, "next_group_id": step * num_groups,
         "actors": {f"{name.partition('/')[0]}/{epoch}": sample for name, sample in commit.actors.items()},
-        "swaps": tuple(replace(swap, actor_epoch=epoch) for swap in commit.swaps),
+        "swaps": tuple(swap.model_copy(update={"actor_epoch": epoch}) for swap in commit.swaps),
     })  # fmt: skip
 
 
@@ -188,23 +186,18 @@ def main() -> None:
         sizes = [path.stat().st_size for path in run.rglob("*") if path.is_file()]
         sys.stderr.write(f"{len(sizes):,} objects of {sum(sizes) / 1e6:,.0f} MB\n")
         for reader in options.readers:
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks.age",
-                str(options.steps),
-                str(options.root),
-                reader,
-                "--here",
-            ]
+            own = [str(options.steps), str(options.root), reader, "--here"]
+            command = [sys.executable, "-m", "benchmarks.age", *own]
             subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
         return
     for name in ("list", "get", "put", "exists"):
         _counted(name, requests)
     begun = time.perf_counter()
     READERS[options.readers[0]](str(run))
-    seconds, peak = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    sys.stderr.write(f"{options.readers[0]}: {seconds:.1f} s, {peak:.0f} MB, {dict(requests)}\n")
+    seconds = time.perf_counter() - begun
+    (peak,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    megabytes = int(peak.split()[1]) * 1024 / 1e6
+    sys.stderr.write(f"{options.readers[0]}: {seconds:.1f} s, {megabytes:.0f} MB, {dict(requests)}\n")
 
 
 if __name__ == "__main__":

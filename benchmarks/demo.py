@@ -2,9 +2,9 @@
 
 Run: `pipelinerl prepare --model builtin:smollm2` once (docs/demo.md), then `python -m benchmarks demo [--json]`, with
 overrides of the preset such as `model.dtype=float32`. One process, one compute thread; the contestants take turns.
-Seconds are medians over rounds, ratios are medians of each round's ratio. Generation: 64 prompts, 16 tokens each,
-without end tokens. Training: these 64 rollouts; forward, backward, and AdamW on float32 weights. Version: from the
-learner into the engine; a bare loop has none.
+Seconds are medians over rounds (of a version the fastest), ratios are medians of each round's ratio. Generation: 64
+prompts, 16 tokens each, without end tokens. Training: these 64 rollouts; forward, backward, and AdamW on float32
+weights. Version: from the learner into the engine; a bare loop has none.
 """
 
 import argparse

@@ -149,7 +149,7 @@ def _measured(setting: Setting, root: Path, number: int, settings: Sequence[str]
             else ("train", setting.preset, *setting.overrides(settings), f"seed={number}")
         )
         _pipelinerl(root, *arguments, "--root", str(place))
-    measured = calibrate(collect(open_store(locate_run("latest", str(place))), merges=False)).measured
+    measured = calibrate(collect(open_store(locate_run("latest", str(place))))).measured
     if measured is None:
         raise PipelineRLError(f"{place}: the run was not measured")
     return asdict(measured)

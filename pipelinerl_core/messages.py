@@ -4,7 +4,6 @@ Every message is idempotent: a client repeats a message until it is answered, an
 sent as Arrow record batches with the messages that name them. The `re` of an answer is the `id` of its request.
 """
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -98,9 +97,10 @@ class Counters(BaseModel):
     """Set by the hub at a reservation: newest version whose swap was reported."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwapRecord:
+class SwapRecord(BaseModel):
     """One swap in one actor."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     actor: str
     actor_epoch: Count

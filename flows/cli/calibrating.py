@@ -48,7 +48,7 @@ def measure(config: RunConfig) -> None:
             say(f"calibration: run {number} of {len(changes)}, {steps} steps {' '.join(overrides)}")
             root = str(Path(place, str(number)))
             _train(config, Path(place, f"{number}.toml"), root, (f"trainer.steps={steps}", *overrides))
-            facts.append(collect(open_store(locate_run("latest", root)), merges=False))
+            facts.append(collect(open_store(locate_run("latest", root))))
         calibration = calibrate(*facts[:2], cores=cores)
         if cores:
             calibration = replace(calibration, other_speeds=calibrate(facts[2]).speeds)

@@ -153,7 +153,7 @@ def _recorded(run: str, root: str) -> "Calibration":
     from pipelinerl_core.storage.object_store import open_store
 
     store = open_store(locate_run(run, root))
-    facts = collect(store, merges=False)
+    facts = collect(store)
     epochs = [read_record(store, key, EpochRecord) for key in list_keys(store, "epochs")]
     is_here = any(epoch.processor == processor() for epoch in epochs)
     return calibrate(facts, cores=usable_cores(build_config(facts.run.config)) if is_here else 0)

@@ -91,7 +91,7 @@ class Settings(Section):
     @property
     def paces_engines(self) -> bool:
         """Whether engines slow down for the trainer."""
-        return self.engine.pace and not self.takes_turns
+        return self.engine.pace and not (self.takes_turns or self.gpu_turns)
 
     @property
     def trainer_threads(self) -> int:

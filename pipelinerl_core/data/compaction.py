@@ -42,7 +42,6 @@ from pipelinerl_core.run.records import (
     rollout_key,
 )
 from pipelinerl_core.storage.digests import read_verified
-from pipelinerl_core.storage.local import FileStore
 from pipelinerl_core.types import GroupKey
 
 logger = logging.getLogger(__name__)
@@ -197,9 +196,9 @@ def _delete_left_over(store: ObjectStore, objects: Sequence[StepRange]) -> None:
 def _delete_batches(store: ObjectStore, keys: Sequence[str]) -> None:
     """Delete batches to which no trainer writes, and their directories, of which a run would keep one per step."""
     store.delete(keys)
-    if isinstance(store, FileStore):
+    if remove := getattr(store, "remove_empty", None):
         for key in keys:
-            store.remove_empty(key.rpartition("/")[0])
+            remove(key.rpartition("/")[0])
 
 
 def _parts(commits: Sequence[Commit]) -> Iterator[list[Commit]]:

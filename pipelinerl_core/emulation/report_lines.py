@@ -1,7 +1,6 @@
 """The section of a report on emulated speeds (accelerators.py): the speeds and the overrun of real work."""
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from pipelinerl_core.config.load import variants
@@ -43,9 +42,8 @@ def _decode_overrun(commits: Sequence[Commit]) -> float:
 
 def _train_overrun(commits: Sequence[Commit], token_seconds: float) -> float:
     beyond = (
-        (commit.metrics["time/compute_seconds"] - commit.metrics["train/tokens"] * token_seconds - _LATE_SECONDS)
-        * (commit.step - before.step)  # merged steps have means
-        for before, commit in pairwise(commits)
+        commit.metrics["time/compute_seconds"] - commit.metrics["train/tokens"] * token_seconds - _LATE_SECONDS
+        for commit in commits
         if {"time/compute_seconds", "train/tokens"} <= commit.metrics.keys()
     )
     return sum(max(0.0, seconds) for seconds in beyond)

@@ -233,7 +233,7 @@ class SimulatedEngine:
         """Give the GPU to the trainer for `seconds`, then compute the keys and values of running sequences again."""
         tokens = self.num_running * (self._prompt_tokens + self._steps) - self._sum_of_starts
         seconds += token_seconds * (tokens + sum(sequence.done for _, _, sequence in self._running))
-        self.busy_slot_seconds -= self.num_running * seconds
+        self.busy_slot_seconds -= 0 if self.is_paused else self.num_running * seconds
         self.stop(seconds)
 
     def set_pace(self, delay_seconds: float) -> None:

@@ -3,7 +3,7 @@
 import io
 import itertools
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,6 @@ from pipelinerl_core.report.equal_rewards import NEXT_STEP, TINY_STEP, compariso
 from pipelinerl_core.report.facts import RunFacts, StepFacts
 from pipelinerl_core.report.parts import parts_report
 from pipelinerl_core.report.predicted import predicted
-from pipelinerl_core.report.utilization import with_num_steps
 from pipelinerl_core.run.records import Commit, EvalRecord, RunRecord
 from pipelinerl_core.telemetry import measures
 from pipelinerl_core.telemetry.length_bias import length_report
@@ -38,7 +37,6 @@ from pipelinerl_core.telemetry.redact import redact_text
 
 # First and last reward are means over a tenth of the steps, at most 10 steps, because one step is noisy.
 _REWARD_WINDOW = 10
-_ROW_GROUP = 10_000
 _SHORT = 5
 """Commits up to which a run is too short for a bottleneck: its engines start, and libraries warm up."""
 
@@ -104,7 +102,7 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         "engine": _kind(facts, "engine"),
         "emulation": emulation(facts.run.config, commits),
         "steps": commits[-1].step if commits else 0,
-        "versions": sum(at is not None for at, _, _ in facts.versions.values()),
+        "versions": sum(commit.manifest is not None for commit in commits),
         "wall_seconds": commits[-1].committed_at - facts.run.created_at if commits else 0.0,
         "seconds": _seconds(facts, commits),
         **_learning(facts),
@@ -273,10 +271,9 @@ def _weights(commits: list[Commit], training_seconds: float) -> dict[str, Any]:
         name: [commit.metrics[f"weights/{name}"] for commit in commits if f"weights/{name}" in commit.metrics]
         for name in ("copy_seconds", "published_seconds")
     }
-    copied = sum(num * commit.metrics.get("weights/copy_seconds", 0.0) for commit, num in with_num_steps(commits))
     return {
         **{name: measures.percentile(values, 50) for name, values in times.items()},
-        "share": copied / training_seconds if training_seconds > 0 else None,
+        "share": sum(times["copy_seconds"]) / training_seconds if training_seconds > 0 else None,
     }
 
 
@@ -304,20 +301,18 @@ def _versions(steps: tuple[StepFacts, ...]) -> dict[str, Any]:
 
 
 def _mean_metric(commits: list[Commit], key: str) -> float | None:
-    known = [(commit.metrics[key], num) for commit, num in with_num_steps(commits) if key in commit.metrics]
-    return float(np.average([value for value, _ in known], weights=[num for _, num in known])) if known else None
+    values = [commit.metrics[key] for commit in commits if key in commit.metrics]
+    return float(np.mean(values)) if values else None
 
 
 def weights_table(facts: RunFacts) -> bytes:
     """weights.parquet as bytes."""
-    sink, rows = io.BytesIO(), weight_rows(facts)
-    with pq.ParquetWriter(sink, WEIGHTS_SCHEMA, compression="zstd") as writer:
-        while part := list(itertools.islice(rows, _ROW_GROUP)):
-            writer.write_table(pa.Table.from_pylist(part, schema=WEIGHTS_SCHEMA))
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(weight_rows(facts), schema=WEIGHTS_SCHEMA), sink, compression="zstd")
     return sink.getvalue()
 
 
-def weight_rows(facts: RunFacts) -> Iterator[dict[str, Any]]:
+def weight_rows(facts: RunFacts) -> list[dict[str, Any]]:
     """Rows of weights.parquet.
 
     If an actor swapped a version again after a restart, the row has the time of the first swap and the longest pause.
@@ -332,20 +327,25 @@ def weight_rows(facts: RunFacts) -> Iterator[dict[str, Any]]:
     for swap in swaps_of(commits):
         swaps.setdefault((swap.version, swap.actor), []).append(swap)
     sampled = _tokens_sampled(facts)
+    rows = []
     for version, actor in sorted({*trained, *swaps, *sampled}):
-        published_at, num_bytes, digest = facts.versions.get(version, (None, None, None))
+        commit = facts.commits.get(version)
+        manifest = commit.manifest if commit else None
         own = swaps.get((version, actor), [])
-        yield {
-            "version": version,
-            "actor": actor,
-            "published": None if published_at is None else _microseconds(published_at),
-            "swapped": _microseconds(own[0].at) if own else None,
-            "pause_seconds": max((swap.pause_seconds for swap in own), default=None),
-            "bytes": num_bytes,
-            "tokens_sampled": sampled.get((version, actor)),
-            "tokens_trained": trained.get((version, actor), 0),
-            "digest": digest,
-        }
+        rows.append(
+            {
+                "version": version,
+                "actor": actor,
+                "published": _microseconds(manifest.published_at) if manifest else None,
+                "swapped": _microseconds(own[0].at) if own else None,
+                "pause_seconds": max((swap.pause_seconds for swap in own), default=None),
+                "bytes": manifest.num_bytes if manifest else None,
+                "tokens_sampled": sampled.get((version, actor)),
+                "tokens_trained": trained.get((version, actor), 0),
+                "digest": commit.weights_digest if commit else None,
+            }
+        )
+    return rows
 
 
 def _microseconds(unix_seconds: float) -> int:

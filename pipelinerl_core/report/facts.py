@@ -3,16 +3,12 @@
 Shapes: P = prompt tokens, C = completion tokens, N = rollouts of a step, G = its groups, L = largest lag + 1.
 """
 
-import functools
 import itertools
 import logging
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -33,16 +29,11 @@ from pipelinerl_core.run.records import (
     PredictionRecord,
     RunRecord,
     commit_key,
-    parse_commit_key,
     parse_step_key,
 )
 from pipelinerl_core.telemetry import measures
 from pipelinerl_core.telemetry.measures import Int64Array
 from pipelinerl_core.types import BoolArray, TurnSpan, WeightSpan
-
-R = TypeVar("R")
-VersionFacts = tuple[float | None, int | None, str]
-"""Of a weight version: time and bytes of its publication, None if it was not published, and digest."""
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +63,6 @@ _COLUMNS = (
 NEWEST_STEPS = 8
 """Trained steps whose rollouts RunFacts has."""
 _NEWEST_ROWS = 256
-MAX_STEPS = 2048
-"""Steps above which neighbouring steps are merged, so that a report does not keep every commit in memory."""
-_UNMERGED_STEPS = 128
-"""First and newest steps that are never merged."""
 _TOKEN_COLUMNS = ("prompt_token_ids", "completion_token_ids", "loss_mask", "loss_mask_trained")
 # Fields of a commit that no report shows; they take more memory than the other fields.
 _UNUSED: dict[str, Any] = {"fates": (), "low_water": {}, "open_groups": ()}
@@ -159,11 +146,7 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunFacts:
-    """Record, commits, evaluations and trained batches of a run.
-
-    Of a run of more than MAX_STEPS steps, neighbouring steps of one trainer epoch are merged under the number of the
-    last of them, which is an evaluated step if there is one. Sums and counts stay exact, metrics are means.
-    """
+    """Record, commits, evaluations and trained batches of a run."""
 
     run: RunRecord
     commits: Mapping[int, Commit]
@@ -176,8 +159,6 @@ class RunFacts:
     """Trained steps, in order; step 0 has no batch."""
     prediction: PredictionRecord | None = None
     """prediction.json; None if the run has none or the object cannot be read."""
-    versions: Mapping[int, VersionFacts] = field(default_factory=dict)
-    """Step -> its weight version, of all steps."""
     newest_rows: tuple[TrainedRollout, ...] = ()
     """Rollouts of the newest NEWEST_STEPS steps, by step; of a large step the first 256."""
 
@@ -189,31 +170,15 @@ class RunFacts:
 
 @dataclass(slots=True, eq=False)
 class RunCache:
-    """The objects of a run that were already read, by key of the commit."""
+    """The objects of a run that were already read; both by key of the commit."""
 
     commits: dict[str, Commit] = field(default_factory=dict)
     steps: dict[str, StepFacts] = field(default_factory=dict)
-    versions: dict[str, VersionFacts] = field(default_factory=dict)
-    """Of all commits that were read."""
-    with_rows: set[str] = field(default_factory=set)
-    """Commits whose rows were read, or that trained none."""
     newest_rows: dict[str, list[TrainedRollout]] = field(default_factory=dict)
-    last_of: dict[str, str] = field(default_factory=dict)
-    """Commit -> the last of the commits with which it is merged; empty if no commits are merged."""
-
-    def merge(self, key: str = "") -> None:
-        """Merge what belongs together. key: the newest commit that was read; then only if it ends a stretch and there
-        is much to merge."""
-        is_late = key and (self.last_of.get(key) != key or max(len(self.commits), len(self.steps)) < 2 * MAX_STEPS)
-        if is_late or not self.last_of:
-            return
-        self.commits = _grouped(self.commits, self.last_of, _merged_commits)
-        self.steps = _grouped(self.steps, self.last_of, _merged_steps)
 
     def add(self, key: str, step: int, rows: list[TrainedRollout]) -> None:
         """The figures of a step, and its rows if it is among the newest steps."""
-        _add(self.steps, key, step_facts(step, rows), _merged_steps)
-        self.with_rows.add(key)
+        self.steps[key] = step_facts(step, rows)
         self.newest_rows[key] = [own_copy(row) for row in rows[:_NEWEST_ROWS]]
         if len(self.newest_rows) > NEWEST_STEPS:
             del self.newest_rows[next(iter(self.newest_rows))]  # steps are added in order
@@ -224,114 +189,39 @@ def own_copy(row: TrainedRollout) -> TrainedRollout:
     return replace(row, **{name: getattr(row, name).copy() for name in _TOKEN_COLUMNS})
 
 
-def _last_of(keys: Mapping[int, str], ends: Sequence[int]) -> dict[str, str]:
-    """`RunCache.last_of`; a stretch ends at each step of `ends`."""
-    if len(keys) < MAX_STEPS:
-        return {}
-    stride, newest = 1 << (len(keys) // MAX_STEPS).bit_length(), max(keys) - _UNMERGED_STEPS
-    firsts = {parse_commit_key(key)[1]: step for step, key in sorted(keys.items(), reverse=True)}
-    last_of, last, previous = dict[str, str](), "", None
-    for step, key in sorted(keys.items(), reverse=True):
-        epoch = parse_commit_key(key)[1]
-        group = (epoch, step // stride, bisect_left(ends, step), step == firsts[epoch])
-        if group != previous or not _UNMERGED_STEPS < step < newest:
-            last = key
-        last_of[key], previous = last, group
-    return last_of
-
-
-def _add(entries: dict[str, R], key: str, entry: R, merged: Callable[[int, list[R]], R]) -> None:
-    """Add an entry; earlier steps may be merged under its key already."""
-    entries[key] = merged(parse_commit_key(key)[0], [entries[key], entry]) if key in entries else entry
-
-
-def _grouped(entries: dict[str, R], last_of: Mapping[str, str], merged: Callable[[int, list[R]], R]) -> dict[str, R]:
-    groups: dict[str, list[tuple[str, R]]] = {}
-    for key, entry in entries.items():
-        groups.setdefault(last_of[key], []).append((key, entry))
-    return {
-        last: group[0][1] if group[0][0] == last else merged(parse_commit_key(last)[0], [entry for _, entry in group])
-        for last, group in groups.items()
-    }
-
-
-def _merged_commits(_step: int, commits: list[Commit]) -> Commit:
-    """The last commit, with all swaps and alarms, and the means of the metrics."""
-    values: dict[str, list[float]] = {}
-    for commit in commits:
-        for name, value in commit.metrics.items():
-            values.setdefault(name, []).append(value)
-    alarms = {name: actor for commit in reversed(commits) for name, actor in commit.rescored.items() if actor.alarm}
-    swaps = tuple(swap for commit in commits for swap in commit.swaps)
-    means = {name: fmean(of_name) for name, of_name in values.items()}
-    last = max(commits, key=lambda commit: commit.step)
-    return last.model_copy(update={"metrics": means, "swaps": swaps, "rescored": alarms})
-
-
-def _merged_steps(step: int, parts: list[StepFacts]) -> StepFacts:
-    trained = Counter[tuple[int, str]]()
-    for part in parts:
-        trained.update(part.trained)
-    joined = {
-        name: np.concatenate([getattr(part, name) for part in parts])
-        for name in ("rewards", "lengths", "sizes", "versions")
-    }
-    return StepFacts(
-        step=step, **joined, trained=dict(trained), num_masked=sum(part.num_masked for part in parts),
-        scoring_seconds=fmean(part.scoring_seconds for part in parts),
-        lags=functools.reduce(measures.add_counts, (part.lags for part in parts)),
-    )  # fmt: skip
-
-
-def collect(store: ObjectStore, cache: RunCache | None = None, *, merges: bool = True) -> RunFacts:
-    """Read the run, apart from what is in `cache`. Raises MissingObject for a missing run or batch.
-
-    merges: neighbouring steps of a long run, see RunFacts.
-    """
+def collect(store: ObjectStore, cache: RunCache | None = None) -> RunFacts:
+    """Read the run, apart from what is in `cache`. Raises MissingObject for a missing run or batch."""
     follower = RunFollower(store)
     run = follower.run
     follower.refresh()
     keys = follower.commits.keys_by_step
     cache = RunCache() if cache is None else cache
     counted = set(keys.values())
-    if not counted.issuperset(cache.versions):  # a takeover has left out commits, which may be merged with others
-        for read in (cache.commits, cache.steps, cache.versions, cache.with_rows, cache.newest_rows):
-            read.clear()
-    ends = sorted({*follower.evals, *itertools.chain(*follower.set_evals.values())})
-    cache.last_of = _last_of(keys, ends) if merges else {}
     cache.newest_rows = {key: rows for key, rows in cache.newest_rows.items() if key in counted}
     with_batch = {parse_step_key(key) for key in list_keys(store, BATCHES_PREFIX)}  # before the compacted rows
     _add_compacted(store, keys, cache)
     missing = []
     for step, key in keys.items():
-        commit = None
-        if key not in cache.versions:
-            commit = follower.commits[step]
-            at, num_bytes = (made.published_at, made.num_bytes) if (made := commit.manifest) else (None, None)
-            cache.versions[key] = at, num_bytes, commit.weights_digest
-            _add(cache.commits, key, commit.model_copy(update=_UNUSED), _merged_commits)
-            if not commit.batches:
-                cache.with_rows.add(key)
-        if key not in cache.with_rows and parse_commit_key(key) in with_batch:
+        if key not in cache.commits:
+            cache.commits[key] = follower.commits[step].model_copy(update=_UNUSED)
+        commit = cache.commits[key]
+        if key not in cache.steps and (step, commit.epoch) in with_batch:
             try:
-                cache.add(key, step, read_batch(store, commit or follower.commits[step]))
+                cache.add(key, step, read_batch(store, commit))
             except (
                 BrokenRecord,
                 ChecksumMismatch,
                 MissingObject,
             ) as error:  # the figures of one step are no reason to write no report
                 logger.warning("the report has no figures of the rollouts of step %d: %s", step, error)
-        elif key not in cache.with_rows:
+        elif key not in cache.steps and commit.batches:
             missing.append(step)
-        cache.merge(key)
-    cache.merge()
     if missing and not run.config.get("store", {}).get("keep_rows"):
         logger.warning("no figures of the rollouts of %d steps from %d on: their rows are missing",
                        len(missing), missing[0])  # fmt: skip
     return RunFacts(
         run=run,
-        commits={step: cache.commits[key] for step, key in keys.items() if key in cache.commits},
-        versions={step: cache.versions[key] for step, key in keys.items()},
+        commits={step: cache.commits[key] for step, key in keys.items()},
         evals=follower.evals,
         set_evals=follower.set_evals,
         steps=tuple(cache.steps[key] for key in keys.values() if key in cache.steps),
@@ -368,7 +258,7 @@ def _add_compacted(store: ObjectStore, keys: Mapping[int, str], cache: RunCache)
     """Add the figures of the steps in compacted rollouts."""
     for file in list_rollouts(store):
         of_file = {step: commit_key(step, file.epoch) for step in range(file.first, file.last + 1)}
-        wanted = {step: key for step, key in of_file.items() if keys.get(step) == key and key not in cache.with_rows}
+        wanted = {step: key for step, key in of_file.items() if keys.get(step) == key and key not in cache.steps}
         if wanted:
             try:
                 table = read_rollouts(store, file, [*_COLUMNS, "step", "fate"])
@@ -380,7 +270,6 @@ def _add_compacted(store: ObjectStore, keys: Mapping[int, str], cache: RunCache)
                 step = table["step"][start].as_py()
                 if step in wanted:
                     cache.add(wanted[step], step, _rows(step, table[start:end]))
-                    cache.merge(wanted[step])
 
 
 def read_batch(store: ObjectStore, commit: Commit) -> list[TrainedRollout]:

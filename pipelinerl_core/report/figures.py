@@ -177,8 +177,7 @@ def timeline(facts: RunFacts) -> str:
     commits = facts.trained_commits
     if len(commits) < 2:
         return '<p class="empty">The timeline needs two committed steps.</p>'
-    is_merged = commits[-1].step - commits[0].step >= len(commits)  # then only the first and newest steps are single
-    first = max(0, len(commits) - _TIMELINE_STEPS - 1 if is_merged else (len(commits) - _TIMELINE_STEPS) // 2)
+    first = max(0, (len(commits) - _TIMELINE_STEPS) // 2)
     shown = commits[first : first + _TIMELINE_STEPS + 1]
     zero, start, end = facts.run.created_at, shown[0].reserved_at, shown[-1].committed_at
     lanes = [

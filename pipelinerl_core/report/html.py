@@ -156,7 +156,6 @@ def _meta(facts: RunFacts, report: Mapping[str, Any]) -> str:
         "model": facts.run.config.get("model", {}).get("path"),
         "code": facts.run.code_version,
         "your code": ", ".join(sorted({commit[:7] + commit[40:] for commit in facts.run.commits.values()})),
-        "points of the figures": "means over neighbouring steps" if len(facts.commits) < len(facts.versions) else "",
         "MLflow": report["mlflow"],
         "MLflow run": facts.run.mlflow_run_id,
     }

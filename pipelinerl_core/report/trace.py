@@ -5,7 +5,7 @@ C = tokens of a completion.
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -289,7 +289,7 @@ class TracedRun:
             "version": version, "digest": commit.weights_digest, "step": step if version else None,
             "published_at": commit.manifest.published_at if commit.manifest else None,
             "accuracy": evaluation.known_accuracy if evaluation else None,
-            "sampled_by": [asdict(swap) for swap in self.swaps if swap.version == version],
+            "sampled_by": [swap.model_dump() for swap in self.swaps if swap.version == version],
             "groups": [
                 {
                     "group": group, "rewards": [row.rollout.reward for row in of_group],

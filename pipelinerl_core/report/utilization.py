@@ -42,13 +42,7 @@ def span_seconds(commits: Sequence[Commit]) -> float | None:
 def steps_per_second(commits: Sequence[Commit]) -> float | None:
     """Optimizer steps per second of the span; None for fewer than two trained steps in a stretch."""
     seconds = span_seconds(commits)
-    return sum(part[-1].step - part[0].step for part in _measurable(commits)) / seconds if seconds else None
-
-
-def with_num_steps(commits: Sequence[Commit]) -> list[tuple[Commit, int]]:
-    """Each commit and the number of steps that are merged in it (report/facts.py), 1 for the first."""
-    befores = [commits[0].step - 1, *(commit.step for commit in commits)] if commits else []
-    return [(commit, commit.step - before) for commit, before in zip(commits, befores, strict=False)]
+    return sum(len(part) - 1 for part in _measurable(commits)) / seconds if seconds else None
 
 
 def down_seconds(commits: Sequence[Commit]) -> float:
@@ -86,7 +80,6 @@ def trainer_idle_fraction(commits: Sequence[Commit]) -> float | None:
         return None
     waited = sum(
         max(0.0, min(wait_seconds(commit, previous), commit.reserved_at - part[0].committed_at))
-        * (commit.step - previous.step)
         for part in _measurable(commits)
         for previous, commit in itertools.pairwise(part)
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl_core.config.learners import LearnerConfig
-from pipelinerl_core.errors import StoreError
+from pipelinerl_core.errors import StoreError, TrainingDiverged
 
 _BETA1 = 0.9  # AdamW's usual decay of the first moment
 
@@ -128,8 +128,10 @@ class MasterOptimizer:
                 tensor.data = tensor.data.to(device, non_blocking=True)
         try:
             yield
-        finally:
+        except TrainingDiverged:  # the groups are quarantined, and the learner goes on
             self._rest()
+            raise
+        self._rest()
 
     @torch.no_grad()
     def _rest(self) -> None:
@@ -137,7 +139,7 @@ class MasterOptimizer:
         if not self._rests:
             return
         self.zero_grad()
-        is_pinned = torch.cuda.is_available()
+        is_pinned = self.parameters[0].device.type == "cuda"
         for key, tensor in self._movable():
             if key not in self._on_host:
                 self._on_host[key] = torch.empty_like(tensor, device="cpu", pin_memory=is_pinned)

@@ -32,7 +32,7 @@ from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-TURNS = ("placement.share_gpu=turns", "engine.pace=false", "checkpoint.every_seconds=1", "placement.lease_seconds=4")
+TURNS = ("placement.share_gpu=turns", "checkpoint.every_seconds=1", "placement.lease_seconds=4")
 
 
 @pytest.fixture

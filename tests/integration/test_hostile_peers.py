@@ -309,7 +309,8 @@ def a_swap(**fields) -> Callable[[World], Answer]:
         "actor": "intruder", "actor_epoch": 9, "version": 1, "at": 0.0, "pause_seconds": 0.0, "num_bytes": 1,
         "num_running": 0, "num_tokens": 0, **fields,
     }  # fmt: skip
-    return lambda world: world.intruder.sync(swaps=(SwapRecord(**swap),))  # the hub must refuse wrong values
+    # Without validation: the hub must refuse wrong values.
+    return lambda world: world.intruder.sync(swaps=(SwapRecord.model_construct(**swap),))
 
 
 TRAINER_MESSAGES = (

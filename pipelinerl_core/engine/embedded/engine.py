@@ -9,7 +9,7 @@ import asyncio
 import functools
 import heapq
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -169,7 +169,9 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
             self._forget_kept()
             self._decoder.memory.clear()
             yield
-            self._recompute()
+            for _ in self._recompute():
+                await asyncio.sleep(0)  # syncs with the hub, which keep the leases
+            self._forget_kept()  # of sequences that ended meanwhile
             self._set_resting(False)
             self._wake()
 
@@ -383,7 +385,8 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
             raise SwapError(self._failure) from error
         self._version = version
         if self._kv == "recompute":
-            self._recompute()
+            for _ in self._recompute():
+                pass
         elif self._deterministic:
             # A prompt is fed in several steps. The keys of its first tokens would be of the old weights, and no
             # weight span of the completion would show this: the parity gate of the trainer would refuse a sound run.
@@ -396,13 +399,16 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         self._kept.clear()
         self._prefilled.clear()
 
-    def _recompute(self) -> None:
-        """Compute the keys and values of all running sequences again, under the current weights."""
-        with torch.inference_mode():
-            if self._deterministic:
-                for position in range(int(self._table.num_fed.max())):
-                    step = self._table.refeed_input(position)
+    def _recompute(self) -> Iterator[None]:
+        """Compute the keys and values of all running sequences again, under the current weights, pass by pass."""
+        if self._deterministic:
+            for position in range(int(self._table.num_fed.max())):
+                step = self._table.refeed_input(position)
+                with torch.inference_mode():
                     self._decoder.decode(step.token_ids_R, step.positions_R, num_keys=step.num_keys)
-                return
-            for batch in prefill_batches([(slot, self._table.fed_tokens(slot)) for slot in self._in_slot]):
+                yield
+            return
+        for batch in prefill_batches([(slot, self._table.fed_tokens(slot)) for slot in self._in_slot]):
+            with torch.inference_mode():
                 self._decoder.prefill(*batch)
+            yield

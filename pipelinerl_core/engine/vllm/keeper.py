@@ -134,15 +134,19 @@ class CoreKeeper:
         """`VLLMCore.rest` and `wake` around the block. A core that dies meanwhile starts again after the block."""
         self._closed_for.add("rest")
         async with self._lock:
+            rests = True
             try:
                 await self.core.rest()
             except EngineError as error:
+                rests = False
                 self.restart(str(error))
+                await self.core.close()  # its memory is free in the block
             yield
             try:
-                await self.core.wake()
-                if self.is_paused:
-                    await self.core.pause(clear_cache=False)
+                if rests:
+                    await self.core.wake()
+                    if self.is_paused:
+                        await self.core.pause(clear_cache=False)
             except EngineError as error:
                 self.restart(str(error))
         self._open("rest")

@@ -1,6 +1,8 @@
 """vLLM as the engine of a run, from a model directory."""
 
 import hashlib
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.paths import read_model_config, within_context
 
 _GIB = 2**30
+_CONTEXT_SHARE = 0.03
+"""Of a GPU's memory, for the context of CUDA."""
 
 
 async def start_vllm_engine(
@@ -70,7 +74,7 @@ def core_settings(directory: Path, config: RunConfig, *, max_len: int, name: str
         max_sequences=engine.concurrency,
         seed=int.from_bytes(digest, "little") >> 1,
         kv_bytes=int(kv_gigabytes * _GIB) or None,
-        memory_share=config.engine_memory_share,
+        memory_share=_free_share(config) if config.gpu_turns else config.engine_memory_share,
         batched_tokens=engine.batched_tokens or None,
         prefix_cache=engine.prefix_cache,
         tensor_parallel=engine.tensor_parallel,
@@ -89,3 +93,15 @@ def _eos_of(directory: Path, model: dict[str, Any]) -> list[int]:
         eos = None
     eos = model.get("eos_token_id") if eos is None else eos
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+def _free_share(config: RunConfig) -> float:
+    """With turns, the share that the resting trainer leaves, which vLLM demands to be free at its start.
+
+    A process of its own asks, because CUDA must not be initialized in this process.
+    """
+    if torch.cuda.is_available():
+        code = "import torch; free, total = torch.cuda.mem_get_info(); print(free / total)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+        return min(config.engine_memory_share, float(done.stdout) - _CONTEXT_SHARE)
+    return config.engine_memory_share

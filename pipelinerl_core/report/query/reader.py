@@ -9,7 +9,6 @@ import functools
 import io
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import pyarrow as pa
@@ -172,7 +171,7 @@ class RunReader:
         """One row per swap of an actor."""
         for commit in self.commits.values():
             for swap in commit.swaps:
-                yield {"run_id": self.run_id, "step": commit.step, "swapped_at": swap.at, **asdict(swap)}
+                yield {"run_id": self.run_id, "step": commit.step, "swapped_at": swap.at, **swap.model_dump()}
 
     def actors(self) -> Iterator[dict[str, Any]]:
         """One row per actor epoch and step."""

@@ -25,8 +25,11 @@ _POLL_SECONDS = 0.005
 
 
 @contextmanager
-def trainer_turn(context: RunContext) -> Iterator[None]:
-    """The trainer has the turn in the block, if there are turns. Raises DeadlineExceeded, OSError."""
+def trainer_turn(context: RunContext, heartbeat: Callable[[str], None]) -> Iterator[None]:
+    """The trainer has the turn in the block, if there are turns.
+
+    heartbeat: called while the actor has the turn. Raises DeadlineExceeded, OSError.
+    """
     if not context.config.gpu_turns:
         yield
         return
@@ -35,6 +38,7 @@ def trainer_turn(context: RunContext) -> Iterator[None]:
         started = time.monotonic()
         while not (_locked(wanted) and _locked(turn)):
             _check_deadline(started, "the actor")
+            heartbeat("waiting for the GPU")
             time.sleep(_POLL_SECONDS)
         yield
         torch.cuda.empty_cache()

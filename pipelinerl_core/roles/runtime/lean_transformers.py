@@ -1,7 +1,8 @@
 """Imports transformers without scikit-learn and scipy, which take a fifth of the CPU time of a role's start.
 
 If these two are installed, as they are beside MLflow, transformers imports them for assisted generation and for
-losses of object detection. No role uses either. Afterwards, code of a user can import them as always.
+losses of object detection. No role uses either. Afterwards, code of a user can import them as always; transformers
+goes on without them.
 """
 
 import importlib

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from pipelinerl_core.errors import MissingObject, StoreError
 from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.storage.local import FileStore
 from pipelinerl_core.telemetry.role_metrics import RoleMetrics
 
 T = TypeVar("T")
@@ -37,6 +38,11 @@ class ObservedStore:
 
     def delete(self, keys: Iterable[str]) -> None:
         self._time("delete", lambda: self._store.delete(keys))
+
+    def remove_empty(self, prefix: str) -> None:
+        """Remove empty directories of a store on a file system."""
+        if isinstance(self._store, FileStore):
+            self._store.remove_empty(prefix)
 
     def sizes(self, prefix: str) -> dict[str, int]:
         return self._time("list", lambda: self._store.sizes(prefix))

@@ -95,5 +95,6 @@ def _with_committed(
         master = state.get(f"weights.{name}")
         if master is None:
             raise MissingObject(f"weights.{name} is not in the learner's state")
+        weight = weight.to(master.device)
         state[f"weights.{name}"] = torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype))
     return state

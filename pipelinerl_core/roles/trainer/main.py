@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -120,7 +121,9 @@ class Trainer:
         self._reserved: _Reservation | None = None
         self._uploads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="upload")
         self._link = (link or self._default_link)(self._registration)
-        self._watch = TrainerWatch(monitor or RoleMonitor("trainer", "trainer", context.run_id), epoch.epoch)
+        monitor = monitor or RoleMonitor("trainer", "trainer", context.run_id)
+        self._watch = TrainerWatch(monitor, epoch.epoch)
+        self._turn = partial(trainer_turn, context, monitor.heartbeat)
         self._committer = Committer(
             context.store, context.config, run_id=context.run_id, epoch=epoch, link=self._link,
             committed=self._watch.committed,
@@ -140,7 +143,7 @@ class Trainer:
         """Train from the last commit to the last step, or until `stop` is set."""
         last = max(commits, default=-1)
         if last >= 0:
-            with trainer_turn(self._context):
+            with self._turn():
                 self._adopt(commits)
         self._link.connect()
         self._watch.registered()
@@ -233,11 +236,19 @@ class Trainer:
         reserved_rows = self._reserve_rows(step, stop)
         if reserved_rows is None:
             return True
-        with trainer_turn(self._context):
-            return self._compute(step, *reserved_rows, waited_from)
+        with self._turn():
+            computed = self._compute(step, *reserved_rows, waited_from)
+        if computed is not None:
+            self._committer.submit(computed)  # may wait for earlier commits
+        return computed is not None
 
-    def _compute(self, step: int, reserved: Reserved, groups: list[list[Rollout]], waited_from: float) -> bool:
-        """`_try_step` with the reserved groups; waited_from: start of the wait for them, Unix seconds."""
+    def _compute(
+        self, step: int, reserved: Reserved, groups: list[list[Rollout]], waited_from: float
+    ) -> ComputedStep | None:
+        """The step on the reserved groups, for the committer; None if its loss or gradient is not finite.
+
+        waited_from: start of the wait for the groups, Unix seconds.
+        """
         reserved_at, began = time.time(), time.perf_counter()
         self._watch.computing(step)
         assembled = assemble_rows(step, groups, self._config)
@@ -250,7 +261,7 @@ class Trainer:
             learned = self._learner.step(rows)
         except TrainingDiverged as error:
             self._quarantine(step, reserved, rows, error)
-            return False
+            return None
         computed_at, worked_seconds = time.time(), time.perf_counter() - began
         if upload is None:
             rows = _with_logprobs(rows, self._learner.trainer_logprobs)
@@ -282,20 +293,17 @@ class Trainer:
         metrics |= self._divergence(step, rows)
         self._watch.computed(step, rows, metrics, (waited_from, reserved_at, computed_at))
         logger.info("step %d: reward %.3f loss %.4f", step, metrics["reward/mean"], metrics["train/loss"])
-        self._committer.submit(
-            ComputedStep(
-                step=step,
-                weights=weights,
-                state=self._state_if_due(step),
-                batch=upload,
-                reserved=reserved,
-                metrics=metrics,
-                rescored=rescored.actors,
-                reserved_at=reserved_at,
-                computed_at=computed_at,
-            )
+        return ComputedStep(
+            step=step,
+            weights=weights,
+            state=self._state_if_due(step),
+            batch=upload,
+            reserved=reserved,
+            metrics=metrics,
+            rescored=rescored.actors,
+            reserved_at=reserved_at,
+            computed_at=computed_at,
         )
-        return True
 
     def _quarantine(self, step: int, reserved: Reserved, rows: list[TrainingRow], error: TrainingDiverged) -> None:
         """Store the rows of a step that was not taken, and note its groups for the next reservation.
@@ -496,7 +504,7 @@ def train(context: RunContext, stop: threading.Event, monitor: RoleMonitor) -> N
     spread = Spread(nodes=context.config.placement.trainer_nodes, store=context.store, epoch=epoch.epoch)
     try:
         with open_learners(context.store.url, context.config.trainer.ranks, spread) as learners:
-            with trainer_turn(context):
+            with trainer_turn(context, monitor.heartbeat):
                 learner = emulated_learner(learners.build(context.config), context.config)
             trainer = Trainer(context, learner, epoch, monitor=monitor, tokens=token_digests(context.config))
             freeze_startup_objects()

@@ -9,11 +9,9 @@ import pytest
 from pipelinerl_core.data.codec import from_segment, to_segment
 from pipelinerl_core.errors import SchemaMismatch
 from pipelinerl_core.messages import ActorSample, SwapRecord
-from pipelinerl_core.report import facts as facts_module
 from pipelinerl_core.report import utilization
-from pipelinerl_core.report.document import report_of, weight_rows, weights_table
-from pipelinerl_core.report.facts import RunCache, collect
-from pipelinerl_core.report.html import page_of
+from pipelinerl_core.report.document import weights_table
+from pipelinerl_core.report.facts import collect
 from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.records import RUN_KEY, WEIGHTS_TABLE_KEY, EvalRecord, commit_key, eval_key
 from pipelinerl_core.storage.digests import entry_of
@@ -363,35 +361,3 @@ def test_synthetic_batches_have_the_columns_of_the_batch_schema(store):
     with pa.ipc.open_file(store.get(next(iter(store.list("batches"))))) as reader:
         for field in reader.schema:
             assert BATCH_SCHEMA.field(field.name).type.equals(field.type) or pa.types.is_list(field.type), field
-
-
-@pytest.mark.parametrize("is_read_twice", [False, True])
-def test_merged_steps_keep_the_figures_of_a_run_and_all_rows_of_its_versions(store, monkeypatch, is_read_twice):
-    """`is_read_twice`: a live page has read the run before, when fewer steps were to be merged."""
-    write_run(store, Shape(steps=300, groups_per_step=2), crash_at=150)
-    put_record(store, eval_key(173), EvalRecord(version=173, num_prompts=4, accuracy=0.5, mean_tokens=1.0, errors=0,
-                                               seconds=1.0))  # fmt: skip
-    whole, cache = collect(store), RunCache()
-    monkeypatch.setattr(facts_module, "_UNMERGED_STEPS", 40)
-    if is_read_twice:
-        monkeypatch.setattr(facts_module, "MAX_STEPS", 160)
-        assert len(collect(store, cache).commits) < 200
-    monkeypatch.setattr(facts_module, "MAX_STEPS", 64)
-    merged = collect(store, cache)
-    assert len(merged.commits) == len(merged.steps) + 1 < 120
-    assert {149, 150, 173, 300} <= merged.commits.keys()  # ends of trainer epochs, an evaluated step, the newest step
-    assert list(weight_rows(merged)) == list(weight_rows(whole))
-    before, after = report_of(whole), report_of(merged)
-    assert after["wait_fractions"] == pytest.approx(before.pop("wait_fractions"), rel=0.02)
-    for name in (
-        "ess_mean",
-        "trainer_idle_fraction",
-        "actor_idle_fraction",
-        "tokens_per_second",
-        "rollouts_per_second",
-    ):
-        assert after[name] == pytest.approx(before.pop(name), rel=0.02)
-    assert {name: after[name] for name in before} == before
-    pages = [page_of(store, facts, None) for facts in (whole, merged)]
-    assert pages[0].count("<svg") == pages[1].count("<svg")
-    assert ["means over neighbouring steps" in page for page in pages] == [False, True]

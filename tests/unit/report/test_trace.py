@@ -144,7 +144,7 @@ def test_a_damaged_segment_hides_no_other_group(run):
 
 def test_the_swap_of_a_rollout_that_ended_before_the_swap_was_noted(run):
     commit = read_commits(run)[3]
-    late = [replace(swap, at=START + 200) for swap in commit.swaps]
+    late = [swap.model_copy(update={"at": START + 200}) for swap in commit.swaps]
     put_record(run, commit_key(3, TRAINER_EPOCH), commit.model_copy(update={"swaps": tuple(late)}))
     assert traced(run, "900.0:3")["token"]["swapped_at"] == START + 200
     put_record(run, commit_key(3, TRAINER_EPOCH), commit.model_copy(update={"swaps": ()}))

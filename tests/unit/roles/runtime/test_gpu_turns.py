@@ -43,7 +43,7 @@ def test_the_trainer_computes_while_the_engine_rests(context):
 
     def train():
         for step in (1, 2):
-            with trainer_turn(context):
+            with trainer_turn(context, print):
                 events.append(f"step {step} begins")
                 has_turn.set()
                 assert may_end.wait(10)
@@ -74,14 +74,17 @@ def test_the_trainer_computes_while_the_engine_rests(context):
 def test_each_wait_has_a_deadline(context, monkeypatch):
     monkeypatch.setattr(gpu_turns, "TURN_SECONDS", 0.1)
     turns = ActorTurns(context, lambda phase: None)
-    with trainer_turn(context), pytest.raises(DeadlineExceeded, match="the trainer has computed on the GPU for"):
+    with (
+        trainer_turn(context, print),
+        pytest.raises(DeadlineExceeded, match="the trainer has computed on the GPU for"),
+    ):
         asyncio.run(turns.take())
     asyncio.run(turns.take())
-    with pytest.raises(DeadlineExceeded, match="the actor has computed on the GPU for"), trainer_turn(context):
+    with pytest.raises(DeadlineExceeded, match="the actor has computed on the GPU for"), trainer_turn(context, print):
         pass
     turns.close()
 
 
 def test_without_turns_there_is_no_lock():
-    with trainer_turn(SimpleNamespace(run_id="never-created", config=load_config("quickstart"))):
+    with trainer_turn(SimpleNamespace(run_id="never-created", config=load_config("quickstart")), print):
         assert not shm_directory("never-created").exists()
