@@ -4,6 +4,7 @@ import hashlib
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,10 @@ async def start_vllm_engine(
     directory = Path(path)
     model = read_model_config(directory)
     max_len = within_context(directory, max_prompt_tokens + config.longest_completion)
-    core = VLLMCore(core_settings(directory, config, max_len=max_len, name=name))
+    settings = core_settings(directory, config, max_len=max_len, name=name)
+    if config.gpu_turns:
+        settings = replace(settings, memory_share=min(settings.memory_share, _free_share()))
+    core = VLLMCore(settings)
     await core.start()
     engine = VLLMEngine(
         core,
@@ -74,7 +78,7 @@ def core_settings(directory: Path, config: RunConfig, *, max_len: int, name: str
         max_sequences=engine.concurrency,
         seed=int.from_bytes(digest, "little") >> 1,
         kv_bytes=int(kv_gigabytes * _GIB) or None,
-        memory_share=_free_share(config) if config.gpu_turns else config.engine_memory_share,
+        memory_share=config.engine_memory_share,
         batched_tokens=engine.batched_tokens or None,
         prefix_cache=engine.prefix_cache,
         tensor_parallel=engine.tensor_parallel,
@@ -95,13 +99,11 @@ def _eos_of(directory: Path, model: dict[str, Any]) -> list[int]:
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
-def _free_share(config: RunConfig) -> float:
-    """With turns, the share that the resting trainer leaves, which vLLM demands to be free at its start.
+def _free_share() -> float:
+    """The share of the GPU's memory that the resting trainer leaves; vLLM demands its share to be free at its start.
 
     A process of its own asks, because CUDA must not be initialized in this process.
     """
-    if torch.cuda.is_available():
-        code = "import torch; free, total = torch.cuda.mem_get_info(); print(free / total)"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-        return min(config.engine_memory_share, float(done.stdout) - _CONTEXT_SHARE)
-    return config.engine_memory_share
+    code = "import torch; free, total = torch.cuda.mem_get_info(); print(free / total)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    return float(done.stdout) - _CONTEXT_SHARE

@@ -33,6 +33,7 @@ class Core:
     """Holds one number for its weights, and forgets nothing that it was given."""
 
     is_dead = False
+    settings = SimpleNamespace(sleeps=False)
 
     def __init__(self):
         self.load = CoreLoad()
