@@ -25,7 +25,7 @@ _GROUPS, _GROUP_SIZE = 4, 4
 _MAX_TOKENS = 16
 _MAX_TURNS = 4
 _EVAL_PROMPTS = 8
-_HOST_KEYS = "kind gpus_per_actor gpu share_gpu trainer_nodes trainer_host hub_host hub_port cores threads"
+_HOST_KEYS = "kind gpus_per_actor gpu trainer_nodes trainer_host hub_host hub_port cores threads"
 """Keys of placement that describe other hosts than this one."""
 _FIXED = ("model.path=", "model.device=", "prompts.", "loss.ref_model=", "loss.teacher=", "eval.sets", "mixture.")
 """Overrides that decide which settings are made small; all others win over the small values."""
@@ -100,6 +100,7 @@ def _small(config: RunConfig) -> dict[str, Any]:
         "eval.max_tokens": 0,
         "placement.actors": actors,
         "placement.lease_seconds": max(60.0, placement.lease_seconds),
+        "placement.share_gpu": bool(placement.share_gpu),  # vLLM refuses turns on a CPU
         **{f"placement.{key}": PlacementConfig.model_fields[key].default for key in _HOST_KEYS.split()},
         **{f"emulation.{key}": value for key, value in EmulationConfig().model_dump().items()},
     }
