@@ -130,7 +130,7 @@ async def generate(config: RunConfig, memory: _Memory, root: str) -> None:
 
 
 def measure(role: str, settings: Sequence[str]) -> dict[str, Any]:
-    """Bytes of a role, predicted and measured; the caller's process becomes that of the role."""
+    """Predicted and measured bytes of a role. Call it in a new process: all memory of the process counts."""
     limit_threads(1)
     memory = _Memory()
     memory.mark("process")

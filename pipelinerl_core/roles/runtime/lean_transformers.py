@@ -2,7 +2,7 @@
 
 If these two are installed, as they are beside MLflow, transformers imports them for assisted generation and for
 losses of object detection. No role uses either. Afterwards, code of a user can import them as always; transformers
-goes on without them.
+does not use them in this process.
 """
 
 import importlib

@@ -301,6 +301,7 @@ def test_phases_end_where_versions_are_announced():
 
 def test_engines_that_stand_still_hand_their_threads_to_the_trainer():
     assert load_config("quickstart").trainer_threads == 1
+    assert not load_config("quickstart", [TURNS]).paces_engines  # it has the GPU alone
     turns = ["schedule.kind=conventional", "placement.actors=2"]
     assert load_config("quickstart", turns).trainer_threads == 3
     assert load_config("quickstart", [*turns, "placement.cores=own"]).trainer_threads == 1

@@ -13,11 +13,13 @@ from pipelinerl_core.data.trained import TrainedRows
 from pipelinerl_core.errors import BrokenRecord, MissingObject, StoreError
 from pipelinerl_core.messages import FateRecord
 from pipelinerl_core.report.facts import collect
+from pipelinerl_core.roles.runtime.observed_store import ObservedStore
 from pipelinerl_core.run import compaction
 from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.compacted import StepRange
 from pipelinerl_core.run.records import batch_key, checkpoint_prefix, parse_step_key, rollout_key
 from pipelinerl_core.storage.local import FileStore
+from pipelinerl_core.telemetry.role_metrics import RoleMetrics
 from tests.builders import put_commit, put_epoch, put_run, small_config
 from tests.counting_store import CountingStore
 from tests.fakes import MemoryStore
@@ -115,7 +117,7 @@ def test_no_directory_of_a_compacted_batch_stays(run, tmp_path):
     store = FileStore(tmp_path)
     for key in run.list(""):
         store.put(key, run.get(key))
-    compact_rollouts(store)
+    compact_rollouts(ObservedStore(store, RoleMetrics("trainer", "trainer", "r")))  # as a trainer does
     assert {int(path.name.partition(".")[0]) for path in (tmp_path / "batches").iterdir()} == set(
         range(16, STEPS + 1)
     )

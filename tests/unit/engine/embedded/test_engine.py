@@ -4,6 +4,7 @@ Tests read the private decoder, table and slots: no public call shows KV bytes, 
 """
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from pipelinerl_core.algo import products
 from pipelinerl_core.algo.parity import logprob_parity
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.engine.embedded import engine as engine_module
 from pipelinerl_core.engine.embedded.decoder import PREFILL_TOKENS, prefill_batches
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.engine.embedded.load import load_engine
@@ -70,6 +72,47 @@ async def test_a_rest_frees_the_memory_of_all_keys_and_values():
         assert num_bytes() == 0
     assert num_bytes() == before
     assert len((await task).token_ids) == 30
+
+
+async def test_a_turn_that_ends_in_a_rest_leaves_no_slot_whose_keys_are_gone():
+    engine = EmbeddedEngine(tiny_model(), slots=3, max_len=64, eos_token_ids=[])
+    turn = asyncio.create_task(finish(engine, replace(ask("turn", max_tokens=60), is_turn=True)))
+    await after_tokens(engine, 3)
+    async with engine.resting():
+        turn.cancel()
+        await asyncio.gather(turn, return_exceptions=True)
+    assert not engine._kept
+    completion = await finish(engine, ask("again", max_tokens=20))
+    expected = reference_logprobs({0: tiny_model()}, (5, 6, 7), completion, recompute=True)
+    np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-4)
+    await engine.close()
+
+
+def _separate(pairs):
+    return [prefill_batches([pair])[0] for pair in pairs]
+
+
+async def test_other_tasks_run_between_the_passes_that_compute_keys_again_after_a_rest(monkeypatch):
+    monkeypatch.setattr(engine_module, "prefill_batches", _separate)
+    engine = EmbeddedEngine(tiny_model(), slots=3, max_len=64, eos_token_ids=[])
+    tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", seed=i))) for i in range(3)]
+    await after_tokens(engine, 10)
+    passes, seen = [], []
+    prefill = engine._decoder.prefill
+    monkeypatch.setattr(engine._decoder, "prefill", lambda *batch: passes.append(prefill(*batch)))
+
+    async def other():
+        while len(passes) < 3:
+            seen.append(len(passes))
+            await asyncio.sleep(0)
+
+    async with engine.resting():
+        watching = asyncio.create_task(other())
+        await asyncio.sleep(0)
+    await watching
+    assert {1, 2} <= set(seen)
+    await asyncio.gather(*tasks)
+    await engine.close()
 
 
 async def test_a_prompt_that_is_fed_during_a_swap_is_fed_again_under_the_new_weights():

@@ -240,6 +240,33 @@ async def test_a_group_that_sends_other_weights_is_not_joined_and_costs_no_core(
     await engine.close()
 
 
+async def test_a_core_that_cannot_rest_ends_before_the_trainer_uses_its_memory_and_starts_again_afterwards():
+    calls = []
+
+    class RestlessCore(LonelyCore):
+        async def rest(self):
+            raise EngineError("no sleep")
+
+        async def wake(self):
+            calls.append("wake")
+
+        async def close(self):
+            calls.append("close")
+
+        async def start(self):
+            calls.append("start")
+
+    engine = make_engine(RestlessCore())
+    await engine.open()
+    async with engine.resting():
+        calls.append("trainer")
+        await asyncio.sleep(0.05)
+    while "start" not in calls:  # noqa: ASYNC110 - the restart is a task of the engine
+        await asyncio.sleep(0.01)
+    assert calls == ["close", "trainer", "start"]
+    await engine.close()
+
+
 async def test_each_group_is_counted_from_its_first_broadcast_on():
     core = LonelyCore()
     engine = make_engine(core)
