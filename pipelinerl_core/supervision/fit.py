@@ -364,7 +364,7 @@ def _actor_host(config: RunConfig, shape: ModelShape, weights: float, sequence: 
         return {"weights": 3 * weights, "KV cache": cache, "processes": _HOST_BYTES}
     is_mapped = config.weights.uses_shared_memory and config.weights.content == "merged"
     return {
-        "weights": weights if is_mapped else 3 * weights,  # and without mapping the next version, as bytes and as tensors
+        "weights": weights if is_mapped else 3 * weights,  # else the next version, too, as bytes and tensors
         "head": 2 * 4 * shape.vocabulary * shape.hidden if _width(config) < 4 else 0,  # in float32, also the next
         "KV cache": cache,
         "sampling": _SAMPLED_BYTES * engine.concurrency * shape.vocabulary,
