@@ -1,9 +1,11 @@
 """The local Prefect server: serves during its block, refuses web pages of other origins, ends with its parent."""
 
 import json
+import sqlite3
 import stat
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -126,6 +128,20 @@ def test_two_commands_on_one_root_do_not_share_a_database(server):
         assert answers(first)
         assert answers(second)
         assert len(servers_under(root)) == 1, "the other server has a temporary home"
+
+
+def test_a_new_root_starts_with_the_empty_database_of_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIPELINERL_CACHE", str(tmp_path / "cache"))
+    with local_server(f"file://{tmp_path}/first") as url:
+        create_flow(url)
+    (cached,) = (tmp_path / "cache").iterdir()
+    with closing(sqlite3.connect(cached)) as database:
+        assert database.execute("SELECT count(*) FROM flow").fetchone() == (0,), "a run of another root"
+        database.execute("CREATE TABLE mark (a)")
+    with local_server(f"file://{tmp_path}/second") as url:
+        create_flow(url)
+    with closing(sqlite3.connect(tmp_path / "second" / ".prefect" / "prefect.db")) as database:
+        assert database.execute("SELECT count(*) FROM mark").fetchone() == (0,)
 
 
 def test_the_server_ends_when_its_parent_is_killed(tmp_path):

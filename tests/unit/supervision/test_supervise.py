@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -305,6 +306,20 @@ def test_every_child_waits_passively_and_has_its_thread_limits():
     assert {environment[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} == {"3"}
     assert environment["PIPELINERL_TOKEN"] == "secret"
     assert next(iter(environment)) == "PYTHONUNBUFFERED", "a variable that no library sets again"
+
+
+def test_a_role_keeps_freed_memory_instead_of_fetching_new_pages(monkeypatch):
+    program = (
+        "import resource\ncount = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "step = lambda: [bytearray(4 << 20) for _ in range(50)]\n"
+        "step()\nbefore = count()\nfor _ in range(5): step()\nprint(count() - before)"
+    )
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    command = [sys.executable, "-c", program]
+    output = subprocess.run(command, env=role_environment(1, ""), check=True, capture_output=True, timeout=60).stdout
+    assert int(output) < 2_000, "page faults; 256,000 pages are allocated"
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")
+    assert role_environment(1, "")["GLIBC_TUNABLES"] == "glibc.malloc.arena_max=2", "the user's choice"
 
 
 def test_the_command_line_of_a_role_has_the_pid_of_its_parent_and_never_the_token():

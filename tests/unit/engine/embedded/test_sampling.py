@@ -81,3 +81,30 @@ def test_the_tail_of_a_large_vocabulary_is_drawn_with_the_right_frequency():
     for uniform in (0.25, 0.999995):
         token_ids, _ = draw([[0.0] * size], uniform=uniform)
         assert abs(token_ids[0] - int(uniform * size)) <= 1
+
+
+def test_blocks_of_the_vocabulary_change_no_draw():
+    random = np.random.default_rng(0)
+    for size in (64, 1024, 49_152, 50_257):
+        logits = (random.standard_normal((32, size)) * 3).astype(np.float32)
+        logits[:, :: random.integers(2, 5)] = -np.inf  # whole blocks and single words without probability
+        logits[::2, : size // 2] = -np.inf
+        uniform = random.random(32)
+        uniform[:2], uniform[2:4] = 0.0, 1 - 2.0**-52
+        token_ids, logprobs = draw(logits.tolist(), uniform=uniform)
+        exact = np.exp(torch.log_softmax(torch.from_numpy(logits), -1).double().numpy())
+        before = np.cumsum(exact, axis=-1) - exact
+        chosen = np.arange(32), np.array(token_ids)
+        share = (uniform * exact.sum(-1) - before[chosen]) / exact[chosen]
+        assert (exact[chosen] > 0).all()
+        # A word's own share of [0, 1) has the uniform number, to the rounding of the sums.
+        slack = 1e-6 / exact[chosen]
+        assert ((share > -slack) & (share < 1 + slack)).all()
+        np.testing.assert_allclose(logprobs, np.log(exact[chosen]), atol=1e-5)
+
+
+def test_a_row_of_nan_has_a_token_of_the_vocabulary_and_the_log_probability_nan():
+    token_ids, logprobs = draw([[float("nan")] * 1024, [0.0] * 1024])
+    assert token_ids[0] in range(1024)
+    assert np.isnan(logprobs[0])
+    assert token_ids[1] == 512
