@@ -9,6 +9,7 @@ libraries are included. The model has random weights, versions go through shared
 import argparse
 import asyncio
 import multiprocessing
+import os
 import shutil
 import sys
 import threading
@@ -18,6 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -36,6 +38,7 @@ from pipelinerl_core.roles.trainer.learners import build_alone, pack_batcher
 from pipelinerl_core.run.history import take_over
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision.fit import fit_of
+from pipelinerl_core.supervision.role_commands import ALLOCATOR
 from pipelinerl_core.weights.files import lay_out, metas_of
 from pipelinerl_core.weights.memory import shm_directory
 from pipelinerl_core.weights.publish import WeightPublisher
@@ -169,7 +172,7 @@ def measure_roles(model: str, dtype: str, tokens: int, slots: int, roles: Sequen
         with _process() as process:
             process.submit(_write_model, model, dtype, directory).result()
         for role in roles:
-            with _process() as process:
+            with mock.patch.dict(os.environ, ALLOCATOR), _process() as process:
                 rows.append(process.submit(measure, role, settings).result())
     return {"model": model, "dtype": dtype, "tokens": tokens, "rows": rows, **report.machine()}
 

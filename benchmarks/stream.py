@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks import report
-from benchmarks.stream_actors import GROUP_SIZE, MAX_FREE_BYTES, NUM_TOKENS, Cell
+from benchmarks.stream_actors import GROUP_SIZE, NUM_TOKENS, Cell
 from benchmarks.stream_hub import HubUnderLoad, SimulatedTrainer
 from benchmarks.stream_store import measure_segments
 from pipelinerl_core.errors import ConfigError, PipelineRLError
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     options = parser.parse_args()
     limit_threads(1)
-    keep_freed_memory(MAX_FREE_BYTES)
+    keep_freed_memory()
     try:
         result = measure(SHORT if options.short else FULL)
     except PipelineRLError as error:

@@ -32,8 +32,6 @@ GROUP_SIZE = 8
 NUM_TOKENS = 512
 """Tokens of each completion."""
 RUN_ID = "bench"
-MAX_FREE_BYTES = 256 << 20
-"""Freed memory that a process keeps for its next rows, as the hub does."""
 _EPOCH = 1
 # A segment is sealed after so many groups or so many seconds.
 _SEALED_GROUPS = 64
@@ -196,7 +194,7 @@ def run_actors(connection: Connection, parent_pid: int, cell: Cell, run_url: str
     """
     die_with_parent(parent_pid)
     hub_url: str = connection.recv()
-    keep_freed_memory(MAX_FREE_BYTES)
+    keep_freed_memory()
     rows, store, stop, budget = Rows(cell.num_tokens), open_store(run_url), threading.Event(), itertools.count()
     actors = [
         SimulatedActor(hub_url, token, f"actor-{index}", cell=cell, rows=rows, store=store)

@@ -28,7 +28,7 @@ _THREAD_VARIABLES = (
 _PASSIVE_WAIT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
 # Each step allocates the same tensors, gradients above all, for which glibc would fetch zeroed pages from the system
 # again: a trainer of 135 M parameters spends a sixth of its CPU time on that. It keeps free memory, in huge pages.
-_ALLOCATOR = {
+ALLOCATOR = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432"
     ":glibc.malloc.trim_threshold=2147483648"
 }
@@ -42,7 +42,7 @@ def role_environment(threads: int, token: str) -> dict[str, str]:
     # Must stay the first variable, unchanged: vLLM writes process titles to the memory where the environment begins.
     first = {"PYTHONUNBUFFERED": "1"}
     inherited = {name: value for name, value in os.environ.items() if name not in LOGIN_VARIABLES}
-    return {**first, **_ALLOCATOR, **inherited, **_PASSIVE_WAIT, **_CUDA, **limits, **first, TOKEN_VARIABLE: token}
+    return {**first, **ALLOCATOR, **inherited, **_PASSIVE_WAIT, **_CUDA, **limits, **first, TOKEN_VARIABLE: token}
 
 
 def role_command(role: str, arguments: Mapping[str, str]) -> list[str]:

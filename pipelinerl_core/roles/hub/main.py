@@ -239,7 +239,7 @@ def _exported(live: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 def _serve(own: RoleProcess) -> None:
-    keep_freed_memory(_MAX_FREE_BYTES)
+    keep_freed_memory()
     process = HubProcess(own.context, own.monitor)
     freeze_startup_objects()
     gc.set_threshold(*_COLLECT_AFTER)

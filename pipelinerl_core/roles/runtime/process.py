@@ -54,10 +54,6 @@ _CLOSE_RANGE_UNSHARE = 2
 _NO_DESCRIPTOR = (1 << 32) - 1
 # A higher limit slows down code that iterates over all possible descriptors.
 _MAX_DESCRIPTORS = 1 << 16
-# <malloc.h>; the largest accepted value of M_MMAP_THRESHOLD.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-_MAX_MMAP_THRESHOLD = 32 << 20
 
 
 def install_stop_signal() -> threading.Event:
@@ -102,17 +98,13 @@ def limit_threads(count: int) -> None:
         torch.set_num_threads(count)
 
 
-def keep_freed_memory(max_bytes: int = 0) -> None:
-    """Allocate Arrow's buffers with the C library, which reuses freed memory (glibc: up to `max_bytes`).
+def keep_freed_memory() -> None:
+    """Allocate Arrow's buffers with the C library, which reuses freed memory (glibc: `role_commands.ALLOCATOR`).
 
     Arrow's default pool returns freed memory to the system and faults it in again page by page, which takes a
-    quarter of the CPU time of a sending actor. glibc also returns free memory at the end of a heap above a low limit.
+    quarter of the CPU time of a sending actor.
     """
     pa.set_memory_pool(pa.system_memory_pool())
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and max_bytes:
-        mallopt(_M_TRIM_THRESHOLD, max_bytes)
-        mallopt(_M_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD)
 
 
 def give_back_freed_memory() -> None:
