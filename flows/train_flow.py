@@ -289,17 +289,14 @@ def run_roles(
         roles.start(TRAINER)
         if has_evaluator:
             roles.start(EVALUATOR)
-        # The first evaluation has the cores and GPUs for itself; without it the actors start beside the trainer.
-        evaluates_first = evaluates and not run.store.exists(eval_key(0))
-        if not evaluates_first:
-            start_actors(roles, run)
         roles.wait_until(
             "initial weights (commits/00000000.*)", lambda: bool(run.store.list("commits")), start_seconds(config)
         )
-        if evaluates_first:
-            if not wants_drain(run.store):
-                roles.evaluate("first")
-            start_actors(roles, run)
+        if evaluates and not run.store.exists(eval_key(0)) and not wants_drain(run.store):
+            roles.evaluate("first")
+        if not roles.has_ended(TRAINER) and not wants_drain(run.store):  # drained meanwhile: no further step
+            for index in range(config.placement.actors):
+                roles.start(f"actor-{index}")
         with unless_complete(watch, "a role", "no step is missing"):
             follow(roles, watch, is_enough)
         with unless_complete(watch, *_evaluation(run)):
@@ -311,13 +308,6 @@ def run_roles(
             roles.stop()
         finally:  # a second Ctrl-C may interrupt the stop
             remove_shared_memory(run)
-
-
-def start_actors(roles: RunRoles, run: RunContext) -> None:
-    """Start the actors, unless the run was drained meanwhile or the trainer has ended: no further step."""
-    if not roles.has_ended(TRAINER) and not wants_drain(run.store):
-        for index in range(run.config.placement.actors):
-            roles.start(f"actor-{index}")
 
 
 def evaluate_complete(run: RunContext, watch: RunWatch) -> None:

@@ -45,8 +45,8 @@ _HOST_BYTES = 2.0 * _GIB
 """Host memory of a process that uses a GPU."""
 _CPU_PROCESS_BYTES = 0.5 * _GIB
 """A process on a CPU: the interpreter with torch and transformers."""
-_SAMPLED_BYTES = 28
-"""Per logit of a step of the embedded engine: three values in float32, two in float64 for sums."""
+_SAMPLED_BYTES = 16
+"""Per logit of a step of the embedded engine: four values in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

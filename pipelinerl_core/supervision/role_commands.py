@@ -27,10 +27,11 @@ _THREAD_VARIABLES = (
 # OpenMP's default spin-wait made two roles on two cores 10 to 30 times slower.
 _PASSIVE_WAIT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
 # Each step allocates the same tensors, gradients above all, for which glibc would fetch zeroed pages from the system
-# again: a trainer of 135 M parameters spends a sixth of its CPU time on that. It keeps free memory, in huge pages.
+# again: a sixth of the CPU time of trainer and actor with 135 M parameters on a virtual machine. With these settings
+# (glibc 2.35) a process keeps up to 2 GiB of free memory and asks for huge pages.
+_TUNABLES = "GLIBC_TUNABLES"
 ALLOCATOR = {
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432"
-    ":glibc.malloc.trim_threshold=2147483648"
+    _TUNABLES: "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=2147483648"
 }
 # torch asks the driver's library whether there is a GPU; asking CUDA would make CUDA unusable in forked processes.
 _CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -42,7 +43,9 @@ def role_environment(threads: int, token: str) -> dict[str, str]:
     # Must stay the first variable, unchanged: vLLM writes process titles to the memory where the environment begins.
     first = {"PYTHONUNBUFFERED": "1"}
     inherited = {name: value for name, value in os.environ.items() if name not in LOGIN_VARIABLES}
-    return {**first, **ALLOCATOR, **inherited, **_PASSIVE_WAIT, **_CUDA, **limits, **first, TOKEN_VARIABLE: token}
+    own = os.environ.get(_TUNABLES)  # the last value of a setting counts
+    tunables = {_TUNABLES: f"{ALLOCATOR[_TUNABLES]}:{own}"} if own else ALLOCATOR
+    return {**first, **inherited, **tunables, **_PASSIVE_WAIT, **_CUDA, **limits, **first, TOKEN_VARIABLE: token}
 
 
 def role_command(role: str, arguments: Mapping[str, str]) -> list[str]:

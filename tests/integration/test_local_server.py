@@ -142,6 +142,11 @@ def test_a_new_root_starts_with_the_empty_database_of_the_cache(tmp_path, monkey
         create_flow(url)
     with closing(sqlite3.connect(tmp_path / "second" / ".prefect" / "prefect.db")) as database:
         assert database.execute("SELECT count(*) FROM mark").fetchone() == (0,)
+    cached.write_bytes(cached.read_bytes()[:100_000])
+    with local_server(f"file://{tmp_path}/third") as url:
+        create_flow(url)
+    with closing(sqlite3.connect(cached)) as database:
+        assert database.execute("PRAGMA quick_check").fetchone() == ("ok",), "a damaged copy is replaced"
 
 
 def test_the_server_ends_when_its_parent_is_killed(tmp_path):

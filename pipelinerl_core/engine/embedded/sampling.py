@@ -6,7 +6,7 @@ on the slot, the batch, or earlier draws. So another engine that continues a com
 The hash is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014): the state
 of a sequence is mix(seed), output i is mix(state + (i + 1) * golden gamma), all modulo 2^64.
 
-Shape suffixes: R rows (one per decoded slot), V vocabulary, W blocks of the vocabulary, B words of a block, I = 1.
+Shape suffixes: R rows (one per decoded slot), V vocabulary, W blocks of the vocabulary, B tokens of a block, I = 1.
 """
 
 import math
@@ -69,30 +69,31 @@ def draw(
 
     The distribution is softmax(logits / temperature), truncated to the nucleus and renormalised where top_p < 1
     (None: top_p is 1 everywhere). The drawn token is the first whose cumulative probability exceeds uniform * total,
-    searched in two levels: the block of words, then the word in the block. The cumulative sums are in float64: a
-    float32 sum stops growing in the tail of a large vocabulary. Because of "exceeds" and shares below 1 a token of
-    probability zero is never drawn.
+    searched in two levels: the block of the vocabulary, then the token in the block. The probability of a block is a
+    float32 sum, exact to about 1e-7; the cumulative sums are in float64, because a float32 sum stops growing in the
+    tail of a large vocabulary. Because of "exceeds" and shares below 1 a token of probability zero is never drawn.
     """
     logprobs_RV = torch.log_softmax(logits_RV / temperature_R[:, None], dim=-1)
     if top_p_R is not None:
         logprobs_RV = _nucleus(logprobs_RV, top_p_R)
-    probs_RWB = logprobs_RV.exp().view(len(logits_RV), -1, _block_words(logits_RV.shape[1]))
+    num_rows, num_tokens = logits_RV.shape
+    size = _block_size(num_tokens)
+    probs_RWB = logprobs_RV.exp().view(num_rows, num_tokens // size, size)
     mass_RW = probs_RWB.sum(-1).double()
     end_RW = mass_RW.cumsum(-1)
     threshold_RI = uniform_R[:, None] * end_RW[:, -1:]
     block_RI = _first_above(end_RW, threshold_RI)
     rest_RI = threshold_RI - (end_RW - mass_RW).gather(1, block_RI)
     share_RI = (rest_RI / mass_RW.gather(1, block_RI)).clamp_(0.0, 1.0 - 2.0**-53)
-    inner_RB = probs_RWB[torch.arange(len(logits_RV), device=logits_RV.device), block_RI[:, 0]].double().cumsum(-1)
-    word_RI = _first_above(inner_RB, share_RI * inner_RB[:, -1:])
-    token_ids_RI = block_RI * inner_RB.shape[1] + word_RI
+    inner_RB = probs_RWB[torch.arange(num_rows, device=logits_RV.device), block_RI[:, 0]].double().cumsum(-1)
+    token_ids_RI = block_RI * size + _first_above(inner_RB, share_RI * inner_RB[:, -1:])
     return token_ids_RI[:, 0], logprobs_RV.gather(1, token_ids_RI)[:, 0]
 
 
-def _block_words(num_words: int) -> int:
-    """Words of a block: a divisor of the vocabulary; all words if they have no divisor that is worth it."""
-    divisor = math.gcd(num_words, 512)
-    return divisor if divisor >= 64 else num_words
+def _block_size(num_tokens: int) -> int:
+    """Tokens of a block: a divisor of the vocabulary; all tokens if no divisor from 64 to 512 is a power of two."""
+    divisor = math.gcd(num_tokens, 512)
+    return divisor if divisor >= 64 else num_tokens
 
 
 def _first_above(sums_RX: Tensor, threshold_RI: Tensor) -> Tensor:

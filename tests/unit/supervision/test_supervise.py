@@ -319,7 +319,7 @@ def test_a_role_keeps_freed_memory_instead_of_fetching_new_pages(monkeypatch):
     output = subprocess.run(command, env=role_environment(1, ""), check=True, capture_output=True, timeout=60).stdout
     assert int(output) < 2_000, "page faults; 256,000 pages are allocated"
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")
-    assert role_environment(1, "")["GLIBC_TUNABLES"] == "glibc.malloc.arena_max=2", "the user's choice"
+    assert role_environment(1, "")["GLIBC_TUNABLES"].endswith(":glibc.malloc.arena_max=2"), "the user's choice"
 
 
 def test_the_command_line_of_a_role_has_the_pid_of_its_parent_and_never_the_token():

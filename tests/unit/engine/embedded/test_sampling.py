@@ -87,7 +87,7 @@ def test_blocks_of_the_vocabulary_change_no_draw():
     random = np.random.default_rng(0)
     for size in (64, 1024, 49_152, 50_257):
         logits = (random.standard_normal((32, size)) * 3).astype(np.float32)
-        logits[:, :: random.integers(2, 5)] = -np.inf  # whole blocks and single words without probability
+        logits[:, :: random.integers(2, 5)] = -np.inf  # whole blocks and single tokens without probability
         logits[::2, : size // 2] = -np.inf
         uniform = random.random(32)
         uniform[:2], uniform[2:4] = 0.0, 1 - 2.0**-52
@@ -97,7 +97,7 @@ def test_blocks_of_the_vocabulary_change_no_draw():
         chosen = np.arange(32), np.array(token_ids)
         share = (uniform * exact.sum(-1) - before[chosen]) / exact[chosen]
         assert (exact[chosen] > 0).all()
-        # A word's own share of [0, 1) has the uniform number, to the rounding of the sums.
+        # The token's own part of [0, 1) has the uniform number, to the rounding of the sums.
         slack = 1e-6 / exact[chosen]
         assert ((share > -slack) & (share < 1 + slack)).all()
         np.testing.assert_allclose(logprobs, np.log(exact[chosen]), atol=1e-5)
