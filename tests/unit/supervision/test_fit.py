@@ -285,4 +285,4 @@ def test_every_term_of_an_actor_on_a_cpu():
     doubled = {"weights": 4 * NUM_135M, "KV cache": 2 * terms["KV cache"]}
     assert host_parts("actor", "model.dtype=float32") == terms | doubled
     lines = fit_of(load_config("quickstart", [*ON_CPU, "model.dtype=float32"])).lines()
-    assert lines[-1].endswith("sampling 0.2 GB + processes 0.5 GB = 1.6 GB")
+    assert lines[-1].endswith("sampling 0.1 GB + processes 0.5 GB = 1.6 GB")
