@@ -16,6 +16,7 @@ import pyarrow as pa
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data import codec
 from pipelinerl_core.data.segments import SegmentWriter
+from pipelinerl_core.errors import DeadlineExceeded, Fenced, PipelineRLError, StoreUnavailable
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.roles.actor import loop as actor_loop
 from pipelinerl_core.roles.actor import main as actor_main
@@ -106,10 +107,22 @@ class Simulation:
 
     def _guarded(self, body: Callable[[], None]) -> int:
         try:
-            return exit_codes(lambda: body() or 0)()
+            return exit_codes(lambda: self._noted(body))()
         except Exception as error:  # noqa: BLE001 - a traceback and exit code 1
             self.errors.append("".join(traceback.format_exception(error)))
             return 1
+
+    def _noted(self, body: Callable[[], None]) -> int:
+        """Run a role; an error that no fault explains is a finding, although the role starts again after it."""
+        try:
+            body()
+        except* (StoreUnavailable, Fenced, DeadlineExceeded):  # the last one after a pause of an hour
+            raise
+        except* PipelineRLError as group:
+            # The class itself: another hub is live.
+            self.errors += [repr(error) for error in group.exceptions if type(error) is not PipelineRLError]
+            raise
+        return 0
 
     def _ended(self, own: Process) -> None:
         self.note(f"{own.name} ({own.pid}) ends: {own.code}")
@@ -120,10 +133,14 @@ class Simulation:
         if own.code in (2, 5, 6) or self.is_stopping or (own.code == 0 and self.is_over):
             self.ended.add(own.name)
         else:
-            self.world.at(self.world.now + 0.5, lambda: self.start(own.name, own.host))
+            self.world.at(self.world.now + 0.5, lambda: self._start_again(own))
         if own.name == "trainer" and own.code == 0 and self.is_over:
             self.world.at(self.world.now + (0.5 if self.must_resume else _END_SECONDS), self._stop)
         self.world.is_finished = self.is_finished
+
+    def _start_again(self, ended: Process) -> None:
+        if self.processes[ended.name] is ended:  # otherwise a fault has started the role
+            self.start(ended.name, ended.host)
 
     def _stop(self) -> None:
         """The trainer has ended: stop all processes, wherever they run, and resume a run that was drained."""

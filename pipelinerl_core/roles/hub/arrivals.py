@@ -1,17 +1,17 @@
 """Accepts or refuses the finished groups of one Flight write: one ledger update, one answer per group."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pyarrow as pa
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import MissingObject, PipelineRLError, StaleLease
+from pipelinerl_core.errors import MissingObject, PipelineRLError, StaleLease, StoreUnavailable
 from pipelinerl_core.ledger import ActorKey, Arrival, GroupSummary
 from pipelinerl_core.messages import Ack, Answer, Group
 from pipelinerl_core.roles.hub.rows import WrittenGroup
 from pipelinerl_core.roles.hub.state import HubState
-from pipelinerl_core.roles.hub.summaries import check_versions, summarize
+from pipelinerl_core.roles.hub.summaries import check_versions, newest_version, summarize
 
 logger = logging.getLogger(__name__)
 
@@ -19,11 +19,12 @@ logger = logging.getLogger(__name__)
 class Arrivals:
     """Adds delivered groups to the ledger and keeps their rows in memory."""
 
-    def __init__(self, config: RunConfig, state: HubState) -> None:
+    def __init__(self, config: RunConfig, state: HubState, read_newer_commits: Callable[[], None]) -> None:
         self._takes_turns = config.takes_turns
         self._state = state
         self._changed = state.changed
         self._ledger = state.ledger
+        self._read_newer_commits = read_newer_commits
 
     def receive(self, peer: str, groups: Sequence[Group], rows: pa.RecordBatch | None) -> list[Answer | Exception]:
         """One answer or error per group.
@@ -33,6 +34,7 @@ class Arrivals:
         if rows is None:
             return [MissingObject(f"group {group.ref.group_id} arrived without its rows") for group in groups]
         summaries = summarize([group.ref for group in groups], rows)
+        self._catch_up(max(map(newest_version, summaries), default=0))
         with self._changed:
             actor = self._state.peers[peer].actor
             if actor is None:
@@ -49,6 +51,16 @@ class Arrivals:
         if has_to_pause:
             self._state.request_sync()
         return answers
+
+    def _catch_up(self, version: int) -> None:
+        """An actor may come from the hub before, which has announced versions after this hub had read the store."""
+        with self._changed:
+            is_behind = version > self._ledger.newest_version
+        if is_behind and version > 0:  # before the first announcement actors sample with version 0
+            try:
+                self._read_newer_commits()
+            except StoreUnavailable as error:
+                logger.warning("version %d is not known to this hub: %s", version, error)
 
     def _add(self, peer: str, actor: ActorKey, group: Group, summary: GroupSummary) -> Answer | Exception:
         ref = group.ref

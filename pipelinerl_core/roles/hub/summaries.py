@@ -19,14 +19,18 @@ _UNSCORED = -1
 """Key in place of the weight version for tokens of rollouts with outcome error."""
 
 
+def newest_version(summary: GroupSummary) -> int:
+    """The newest weight version of the group's tokens."""
+    return max(summary.tokens_by_version, default=0)
+
+
 def check_versions(summary: GroupSummary, manifest: WeightManifest | None) -> None:
     """Raises SchemaMismatch for tokens of a version newer than `manifest`, the newest announced version.
 
     Before the first announcement actors sample with the initial weights, version 0.
     """
     newest = manifest.version if manifest is not None else 0
-    used = max(summary.tokens_by_version, default=0)
-    if used > newest:
+    if (used := newest_version(summary)) > newest:
         raise SchemaMismatch(
             f"group {summary.ref.group_id} of {summary.actor} has tokens of weight version {used}, "
             f"but the newest announced version is {newest}"

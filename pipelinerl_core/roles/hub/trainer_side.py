@@ -65,13 +65,18 @@ class TrainerRequests:
             self._ledger.announce(request.manifest)
             self._changed.notify_all()
 
-    def _read_missed_commits(self, step: int) -> None:
-        """Read the commits up to `step` from the store that were written while no hub was reachable."""
+    def read_newer_commits(self) -> None:
+        """Read all commits that another hub has announced: it was live until this hub had read the store."""
+        self._read_missed_commits(None)
+
+    def _read_missed_commits(self, step: int | None) -> None:
+        """Read the commits up to `step` (None: the newest) from the store that were not reported to this hub."""
         with self._changed:
             first = self._ledger.committed_step + 1
-        if step < first:
+        if step is not None and step < first:
             return
         keys = counted_commit_keys(self._store)
+        step = max(keys, default=-1) if step is None else step
         for missed in range(first, step + 1):
             if missed not in keys:
                 raise MissingObject(

@@ -487,6 +487,23 @@ def test_a_commit_that_no_hub_was_told_of_is_read_from_the_store(talk):
     assert talk.ledger.tokens()["trained"] == 20
 
 
+def test_an_actor_that_comes_from_the_hub_before_brings_tokens_of_a_commit_that_this_hub_did_not_see(talk):
+    first, second, third = talk.sync(want=3).leases
+    write_commit(talk, 1)
+    ref = group_named(second.group_id)
+    rows = encode_rollouts(
+        "run", [make_rollout(group_id=second.group_id, rollout_index=index, spans=((1, 0, 5),)) for index in range(2)]
+    )
+    assert talk("a", Group(lease_id=second.lease_id, ref=ref), rows) == Ack(re=7, note="ready")
+    assert talk.ledger.newest_version == 1
+    unknown = encode_rollouts(
+        "run", [make_rollout(group_id=third.group_id, rollout_index=index, spans=((2, 0, 5),)) for index in range(2)]
+    )
+    with pytest.raises(SchemaMismatch, match="weight version 2, but the newest announced version is 1"):
+        talk("a", Group(lease_id=third.lease_id, ref=group_named(third.group_id)), unknown)
+    talk.deliver(first)
+
+
 def test_a_claimed_commit_that_is_not_in_the_store_is_an_error(talk):
     with pytest.raises(MissingObject, match="commit of step 1"):
         talk("t", Register(role="trainer", name="trainer", epoch=3, committed_step=1))
