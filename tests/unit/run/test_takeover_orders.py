@@ -197,14 +197,27 @@ def explore(world, start):
     assert judge.num_ends
 
 
-@pytest.mark.parametrize("restarts", [(), (hub_restart,)], ids=["one hub", "hub restarts"])
-@pytest.mark.parametrize("is_conditional", [True, False], ids=["conditional", "unconditional"])
+@pytest.mark.parametrize(
+    ("is_conditional", "restarts"),
+    [
+        (True, ()), (False, ()), (False, (hub_restart,)),
+        pytest.param(True, (hub_restart,), marks=[pytest.mark.slow, pytest.mark.campaign]),
+    ],
+    ids=["conditional", "unconditional", "unconditional, hub restarts", "conditional, hub restarts"],
+)  # fmt: skip
 def test_a_commit_during_a_takeover_is_adopted_or_counts_for_nobody(model, is_conditional, restarts):
     explore(*model(old_trainer, successor, *restarts, is_conditional=is_conditional))
 
 
-def test_the_same_if_a_successor_dies_at_any_time(model):
-    explore(*model(writer, heir, heir, mortal=frozenset({1})))
+@pytest.mark.parametrize(
+    "processes",
+    [
+        (writer, claimer, heir), (old_trainer, heir),
+        pytest.param((writer, heir, heir), marks=[pytest.mark.slow, pytest.mark.campaign]),
+    ],
+)  # fmt: skip
+def test_the_same_if_the_second_process_dies_at_any_time(model, processes):
+    explore(*model(*processes, mortal=frozenset({1})))
 
 
 @pytest.mark.parametrize("processes", [(claimer, claimer), (heir, heir), (writer, heir, claimer)])
