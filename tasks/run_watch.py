@@ -28,7 +28,6 @@ from pipelinerl.tasks.placement import RUN_THREAD
 from pipelinerl.tasks.suspension import LOOK_SECONDS, why_drain
 from pipelinerl_core.errors import DeadlineExceeded, MissingObject, StoreError
 from pipelinerl_core.models.paths import resolve_model_path
-from pipelinerl_core.planning.own_run import write_prediction
 from pipelinerl_core.report.equal_rewards import (
     WARN_STEPS,
     comparison_text,
@@ -99,7 +98,6 @@ class RunWatch:
         model = resolve_model_path(run.config.model.path)
         self._decode = token_decoder(str(model)) if model else None
         self._table = RolloutTable(run.store, run.config.trainer.steps, self._decode)
-        self._has_predicted = False
         self._has_warned = False
         self._table_at = -TABLE_SECONDS
         self._table_rows = 0
@@ -242,9 +240,6 @@ class RunWatch:
             progress = role_progress(self._run.store)
             self._view.update(hub, self._follower, progress, silent_seconds=self._hub.silent_seconds)
             self._check_equal_rewards()
-            if not self._has_predicted:
-                write_prediction(self._run.store, self._run.config)
-                self._has_predicted = True
             if begun - self._table_at >= TABLE_SECONDS:
                 self._write_table()
         except StoreError as error:  # the roles have deadlines for the store; the watch tries again later

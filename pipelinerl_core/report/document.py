@@ -28,7 +28,6 @@ from pipelinerl_core.report.diagnosis import as_documents, diagnose, text_decode
 from pipelinerl_core.report.equal_rewards import NEXT_STEP, TINY_STEP, comparison_text, equal_reward, headline
 from pipelinerl_core.report.facts import RunFacts, StepFacts
 from pipelinerl_core.report.parts import parts_report
-from pipelinerl_core.report.predicted import predicted
 from pipelinerl_core.run.records import Commit, EvalRecord, RunRecord
 from pipelinerl_core.telemetry import measures
 from pipelinerl_core.telemetry.length_bias import length_report
@@ -75,13 +74,6 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         )
     lengths = commits[-1].lengths if commits else {}
     findings = advice(evidence, lengths, facts.run.config)
-    prediction = predicted(
-        facts.prediction,
-        {
-            "steps_per_second": utilization.steps_per_second(commits),
-            "mean_lag": measures.mean_of_counts(total_lags(facts.steps)),
-        },
-    )
     reward = equal_reward(commits)
     parts = parts_report(facts)
     warnings = [f"{text}." for text in untrained_parts(parts).values()]
@@ -118,7 +110,6 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         "actor_idle_fraction": actor_idle,
         "wait_fractions": waits,
         "group_spread": spread,
-        "prediction": prediction,
         "equal_reward": reward,
         "warning": " ".join(filter(None, warnings)) or None,
         "findings": as_documents(diagnose(facts, text_decoder(model_path))),

@@ -20,13 +20,11 @@ from pipelinerl_core.data.trained import TrainedRows
 from pipelinerl_core.errors import BrokenRecord, ChecksumMismatch, MissingObject, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.follow import RunFollower
-from pipelinerl_core.run.reading import list_keys, read_record
+from pipelinerl_core.run.reading import list_keys
 from pipelinerl_core.run.records import (
     BATCHES_PREFIX,
-    PREDICTION_KEY,
     Commit,
     EvalRecord,
-    PredictionRecord,
     RunRecord,
     commit_key,
     parse_step_key,
@@ -157,8 +155,6 @@ class RunFacts:
     """The same by name of a set of eval.sets."""
     steps: tuple[StepFacts, ...]
     """Trained steps, in order; step 0 has no batch."""
-    prediction: PredictionRecord | None = None
-    """prediction.json; None if the run has none or the object cannot be read."""
     newest_rows: tuple[TrainedRollout, ...] = ()
     """Rollouts of the newest NEWEST_STEPS steps, by step; of a large step the first 256."""
 
@@ -225,7 +221,6 @@ def collect(store: ObjectStore, cache: RunCache | None = None) -> RunFacts:
         evals=follower.evals,
         set_evals=follower.set_evals,
         steps=tuple(cache.steps[key] for key in keys.values() if key in cache.steps),
-        prediction=_prediction(store),
         newest_rows=tuple(row for key in keys.values() for row in cache.newest_rows.get(key, ())),
     )
 
@@ -245,13 +240,6 @@ def newest_facts(follower: RunFollower) -> RunFacts:
                 newest += [own_copy(row) for row in rows[:_NEWEST_ROWS]] if step in known[-NEWEST_STEPS:] else []
     return RunFacts(run=follower.run, commits=commits, evals=follower.evals, set_evals=follower.set_evals,
                     steps=tuple(steps), newest_rows=tuple(newest))  # fmt: skip
-
-
-def _prediction(store: ObjectStore) -> PredictionRecord | None:
-    try:
-        return read_record(store, PREDICTION_KEY, PredictionRecord)
-    except (MissingObject, BrokenRecord):
-        return None
 
 
 def _add_compacted(store: ObjectStore, keys: Mapping[int, str], cache: RunCache) -> None:

@@ -15,7 +15,6 @@ from pipelinerl_core.report.document import held_out_name, report_of, weights_ta
 from pipelinerl_core.report.equal_rewards import example_of
 from pipelinerl_core.report.facts import RunFacts, collect
 from pipelinerl_core.report.parts import parts_section
-from pipelinerl_core.report.predicted import predicted_table
 from pipelinerl_core.report.samples import Decode
 from pipelinerl_core.run.records import REPORT_HTML_KEY, REPORT_JSON_KEY, WEIGHTS_TABLE_KEY
 from pipelinerl_core.telemetry.redact import flatten, redact
@@ -79,7 +78,6 @@ def _page(
         example=_example(report["equal_reward_example"]),
         diagnosis=_diagnosis(facts, report["findings"], decode, has_browser=has_browser),
         meta=_meta(facts, report),
-        prediction=predicted_table(report["prediction"]),
         tiles=_tiles(facts, report),
         reward_over_time=figures.reward_over_time(facts),
         reward_over_samples=figures.reward_over_samples(facts),

@@ -20,7 +20,6 @@ HUB_KEY = "hub.json"
 CONTROL_KEY = "control.json"
 RESUME_KEY = "resume.json"
 STARTS_KEY = "starts.json"
-PREDICTION_KEY = "prediction.json"
 GARBAGE_KEY = "garbage.json"
 REPORT_JSON_KEY = "report.json"
 REPORT_HTML_KEY = "report.html"
@@ -332,16 +331,6 @@ class StartsRecord(Record):
     """Prefect's number of that start, 1 for the first."""
     step: StepOrNone
     """Newest committed step at that start; -1: none."""
-
-
-class PredictionRecord(Record):
-    """prediction.json: the prediction of planning/closed_form.py for the run's own settings."""
-
-    source: str
-    """Where the speeds come from."""
-    steps_per_second: Number
-    mean_lag: Number
-    """Mean lag of the trained tokens, in optimizer steps."""
 
 
 class RendezvousRecord(Record):

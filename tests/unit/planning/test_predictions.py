@@ -1,4 +1,4 @@
-"""Predictions without a recorded run: roofline, cached calibrations, sweeps, lengths, GPUs, the own prediction."""
+"""Predictions without a recorded run: roofline, cached calibrations, sweeps, lengths, GPUs."""
 
 import json
 import xml.etree.ElementTree as ElementTree
@@ -13,15 +13,12 @@ from pipelinerl_core.models.resolve import build_config, load_config, override_c
 from pipelinerl_core.planning import cache
 from pipelinerl_core.planning.calibration import Calibration
 from pipelinerl_core.planning.lengths import Lengths
-from pipelinerl_core.planning.own_run import write_prediction
 from pipelinerl_core.planning.prediction import inputs, predict
 from pipelinerl_core.planning.roofline import Table
 from pipelinerl_core.planning.simulator import Work, simulate
 from pipelinerl_core.planning.speeds import Line, MeasuredSpeeds
 from pipelinerl_core.planning.sweep import best_of, sweep, sweep_document, sweep_figure, sweep_lines
 from pipelinerl_core.planning.what_if import Changed, document, lines, on_gpus, parse_speeds, read_lengths, source_of
-from pipelinerl_core.run.records import PREDICTION_KEY, PredictionRecord
-from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision.fit import fit_of
 
 RUNS = Path(__file__).parents[2] / "golden" / "runs"
@@ -282,18 +279,3 @@ def test_longer_completions_are_cut_at_the_limit():
     assert (twice.mean, twice.longest) == (27, 50)
     with pytest.raises(ConfigError, match="the factor must be above 0"):
         twice.scaled(0, 50)
-
-
-def test_a_run_is_predicted_once_and_only_on_a_calibrated_machine(tmp_path):
-    store = open_store(str(tmp_path))
-    write_prediction(store, MEASURED.config)
-    assert not store.exists(PREDICTION_KEY)
-    cache.store_calibration(MEASURED)
-    write_prediction(store, MEASURED.config)
-    record = PredictionRecord.model_validate_json(store.get(PREDICTION_KEY))
-    assert record.source.startswith("calibration of ")
-    assert record.steps_per_second == pytest.approx(predict(MEASURED, MEASURED.config).steps_per_second, rel=0.3)
-    assert 0 <= record.mean_lag <= MEASURED.config.schedule.max_lag
-    stored = store.get(PREDICTION_KEY)
-    write_prediction(store, MEASURED.config)
-    assert store.get(PREDICTION_KEY) == stored

@@ -17,7 +17,6 @@ from pipelinerl_core.run.records import (
     CONTROL_KEY,
     GARBAGE_KEY,
     HUB_KEY,
-    PREDICTION_KEY,
     RESUME_KEY,
     RUN_KEY,
     STARTS_KEY,
@@ -26,7 +25,6 @@ from pipelinerl_core.run.records import (
     EvalRecord,
     GarbageRecord,
     LogRecord,
-    PredictionRecord,
     Record,
     RendezvousRecord,
     ResumeRecord,
@@ -85,11 +83,6 @@ RECORDS = {
     eval_key(0): (EVALUATION, "accuracy", lambda store: RunFollower(store).refresh()),
     rendezvous_key(1): (MEETING, "size", newest_rendezvous),
     RESUME_KEY: (ResumeRecord(overrides=(), at=1.0), "at", resume_overrides),
-    PREDICTION_KEY: (
-        PredictionRecord(source="s", steps_per_second=1.0, mean_lag=0.0),
-        "mean_lag",
-        lambda store: read_record(store, PREDICTION_KEY, PredictionRecord),
-    ),
     STARTS_KEY: (
         StartsRecord(flow_run_id="f", run_count=1, step=-1),
         "step",
