@@ -15,33 +15,23 @@ def export(
     version: Annotated[
         str, typer.Option(help="Number of a step, or last. A version that is not durable is computed again.")
     ] = "last",
-    push: Annotated[
-        str, typer.Option(metavar="USER/NAME", help="Upload the directory to this private repository of the hub.")
-    ] = "",
     root: Root = "",
     as_json: Json = False,
 ) -> None:
     """Write a weight version as a Hugging Face model directory: weights, configuration and tokenizer.
 
-    transformers, vLLM and `model.path` of a new run can read the directory.
+    transformers, vLLM and `model.path` of a new run can read the directory; `hf upload USER/NAME DIR --private`
+    uploads it to the hub.
 
-    HF_TOKEN or `hf auth login` gives the login for --push. A repository that exists keeps its visibility.
-
-    Examples: `pipelinerl export latest ./my-model`, `pipelinerl export latest ./my-model --push me/my-model`
+    Example: `pipelinerl export latest ./my-model`
     """
     from pipelinerl_core.run.locate import locate_run
     from pipelinerl_core.tools.export import export as export_version
-    from pipelinerl_core.tools.upload import check_login, upload
 
-    if push:
-        check_login(push)
     document = export_version(locate_run(run, root), directory, version)
-    if push:
-        document["page"] = upload(Path(document["directory"]), push)
     lines = [
         f"{document['directory']}: version {document['version']} of {document['run_id']}, "
         f"{document['num_bytes'] / 1e6:,.1f} MB",
         f"  AutoModelForCausalLM.from_pretrained({document['directory']!r})",
-        *([f"  {document['page']}"] if push else []),
     ]
     answer(document, lines, as_json=as_json)
