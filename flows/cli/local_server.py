@@ -142,6 +142,7 @@ def _keep_empty_database(database: Path) -> None:
         with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as own:
             try:
                 own.write(new.read_bytes())
+                own.flush()
                 os.replace(own.name, cached)
             except OSError:
                 os.unlink(own.name)
