@@ -64,17 +64,11 @@ class RoleFailed(PipelineRLError):
 class RoleReport:
     """Result of the supervision of one role."""
 
-    name: str
     exit_code: int
     """Exit code of the role's last process; negative for a signal."""
     restarts: int
-    seconds: float
     stopped: bool
     """The supervisor stopped the role; otherwise the role ended by itself."""
-    log_path: Path
-    num_warnings: int
-    """In the role's log, over all its processes."""
-    num_errors: int
 
 
 def supervise_role(
@@ -145,16 +139,7 @@ def supervise_role(
         "%s: ended after %.0f s and %d restarts; its log has %d warnings and %d errors",
         name, time.monotonic() - begun, restarts, digest.num_warnings, digest.num_errors,
     )  # fmt: skip
-    return RoleReport(
-        name=name,
-        exit_code=process.exit_code,
-        restarts=restarts,
-        seconds=time.monotonic() - begun,
-        stopped=stop.is_set(),
-        log_path=log.path,
-        num_warnings=digest.num_warnings,
-        num_errors=digest.num_errors,
-    )
+    return RoleReport(exit_code=process.exit_code, restarts=restarts, stopped=stop.is_set())
 
 
 def restart_rule(max_restarts: int) -> str:
