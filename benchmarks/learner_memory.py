@@ -19,7 +19,6 @@ from pipelinerl_core.algo.logprobs import token_logprobs
 
 Logprobs = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-NUM_TOKENS = 4096
 NUM_WORDS = 151_936
 HIDDEN_SIZE = 896
 """The head of Qwen2.5-0.5B."""

@@ -12,8 +12,9 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.resolve import override_config
 from pipelinerl_core.planning.prediction import Prediction, Source, predict
-from pipelinerl_core.planning.what_if import ROWS, checked, on_gpus
+from pipelinerl_core.planning.what_if import ROWS, on_gpus
 from pipelinerl_core.report.charts import Axis, Series, as_file, line_chart
+from pipelinerl_core.supervision.fit import check_fit
 
 _PROCESSES = 2
 _COLOURS = ("generate", "train", "swap", "held", "commit", "bad")
@@ -146,7 +147,7 @@ def _config(base: RunConfig, overrides: Sequence[str], gpus: int, fixed: set[str
     """The configuration of a combination, or why there is none."""
     try:
         config = on_gpus(override_config(base, overrides), gpus, fixed)
-        checked(config)
+        check_fit(config)
         return config
     except ConfigError as error:
         return str(error)

@@ -14,7 +14,7 @@ from pipelinerl_core.models.resolve import override_config
 from pipelinerl_core.planning.cache import cached_calibration
 from pipelinerl_core.planning.calibration import Calibration
 from pipelinerl_core.planning.lengths import Lengths
-from pipelinerl_core.planning.prediction import Prediction, Source, inputs, predict
+from pipelinerl_core.planning.prediction import Source, inputs, predict
 from pipelinerl_core.planning.roofline import Table
 from pipelinerl_core.planning.simulated_engine import Speeds
 from pipelinerl_core.planning.simulator import Work
@@ -136,14 +136,9 @@ def on_gpus(config: RunConfig, total: int, given: Collection[str] = ()) -> RunCo
     return config
 
 
-def checked(config: RunConfig) -> list[str]:
-    """Warnings about the memory of the accelerators. Raises ConfigError if the model does not fit."""
-    return check_fit(config)
-
-
 def document(source: Source, config: RunConfig) -> dict[str, Any]:
     """The figures of a configuration for `--json`. Raises ConfigError if the configuration cannot be simulated."""
-    warned = checked(config)
+    warned = check_fit(config)
     if config.environment.path and source.work_of(config).turns == 1:
         warned.append("waits for the environment. Give --turns and --tool-seconds")
     fit = fit_of(config)
@@ -194,12 +189,6 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     text += [f"  {row['input']:<15} {row['value']:<{width}}  {row['source']}" for row in result["inputs"]]
     text += ["", "memory", *(f"  {line}" for line in result["memory_lines"])]
     return [*text, "", *(f"not simulated: {warning}" for warning in result["not_simulated"])]
-
-
-def figures(prediction: Prediction | Mapping[str, Any]) -> str:
-    """The figures of a prediction in one line."""
-    values = prediction if isinstance(prediction, Mapping) else prediction.document(1)
-    return ", ".join(f"{title} {format(values[key], form)}" for key, (title, form) in ROWS.items())
 
 
 def names(overrides: Sequence[str]) -> set[str]:

@@ -39,12 +39,6 @@ def span_seconds(commits: Sequence[Commit]) -> float | None:
     return sum(part[-1].committed_at - part[0].committed_at for part in _measurable(commits)) or None
 
 
-def steps_per_second(commits: Sequence[Commit]) -> float | None:
-    """Optimizer steps per second of the span; None for fewer than two trained steps in a stretch."""
-    seconds = span_seconds(commits)
-    return sum(len(part) - 1 for part in _measurable(commits)) / seconds if seconds else None
-
-
 def down_seconds(commits: Sequence[Commit]) -> float:
     """Seconds from the last commit before to the first commit after each time in which the whole run was down."""
     parts = stretches(commits)

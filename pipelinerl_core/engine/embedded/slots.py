@@ -102,9 +102,9 @@ class SlotTable:
             array[target] = array[source]
         self.release(source)
 
-    def completion(self, slot: int, start: int = 0) -> tuple[Int32Array, Float32Array]:
-        """Copies of completion tokens and log-probabilities from offset `start` on."""
-        begin, end = self._prompt_len[slot] + start, self.num_known[slot]
+    def completion(self, slot: int) -> tuple[Int32Array, Float32Array]:
+        """Copies of the completion tokens and their log-probabilities."""
+        begin, end = self._prompt_len[slot], self.num_known[slot]
         return self._token_ids_SL[slot, begin:end].copy(), self._logprobs_SL[slot, begin:end].copy()
 
     def num_completion(self, slot: int) -> int:

@@ -3,7 +3,6 @@
 import hashlib
 import subprocess
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,6 @@ async def start_vllm_engine(
     max_prompt_tokens: int,
     name: str,
     staging: Path | None = None,
-    eos_token_ids: Iterable[int] | None = None,
-    weight_version: int = 0,
 ) -> VLLMEngine:
     """The engine of a run on vLLM, started, which takes 20 to 30 s. Raises EngineError, ConfigError.
 
@@ -53,8 +50,7 @@ async def start_vllm_engine(
         slots=config.engine.concurrency,
         max_len=max_len,
         vocab_size=int(model["vocab_size"]),
-        eos_token_ids=_eos_of(directory, model) if eos_token_ids is None else eos_token_ids,
-        weight_version=weight_version,
+        eos_token_ids=_eos_of(directory, model),
         kv=config.engine.kv,
     )
     await engine.open()

@@ -5,7 +5,6 @@ the last version. A due version that a newer due version overtakes is skipped.
 """
 
 import asyncio
-import logging
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -25,8 +24,6 @@ from pipelinerl_core.run.records import Commit, EvalRecord
 from pipelinerl_core.run.versions import DUE, find_commits, names_several
 from pipelinerl_core.weights.base import BaseWeights
 from pipelinerl_core.weights.subscribe import WeightSubscriber
-
-logger = logging.getLogger(__name__)
 
 # Sequences decoded at once: an evaluation needs throughput, not low latency.
 _CONCURRENCY = 256

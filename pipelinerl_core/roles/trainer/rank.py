@@ -1,7 +1,6 @@
 """A rank of the trainer other than 0: a process that executes rank 0's commands on its own packs of each step."""
 
 import argparse
-import logging
 import os
 import signal
 import sys
@@ -18,8 +17,6 @@ from pipelinerl_core.roles.trainer.ranked_learner import RankLearner, serve
 from pipelinerl_core.roles.trainer.rendezvous import join_rendezvous, report_refusal
 from pipelinerl_core.run.records import RendezvousRecord
 from pipelinerl_core.training.ranks import Ranks
-
-logger = logging.getLogger(__name__)
 
 # Shorter than the collective timeout: rank 0 opens the rendezvous before it starts the other ranks.
 _CONNECT_SECONDS = 60.0
