@@ -142,7 +142,7 @@ class TracedRun:
 
     def refresh(self) -> None:
         """Read the new commits, and forget the rows that were read."""
-        has_news = bool(self.follower.refresh().commits)
+        has_news = bool(self.follower.refresh().steps)
         self._of_step.clear()
         for name in ("trained_rows", *(("swaps",) if has_news else ())):
             self.__dict__.pop(name, None)

@@ -1,8 +1,7 @@
 """The commits of a run that count, read when they are used and kept within a limit of memory."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import overload
+from collections.abc import Iterator, Mapping
 
 from pipelinerl_core.errors import MissingObject, StoreUnavailable
 from pipelinerl_core.interfaces import ObjectStore
@@ -125,23 +124,3 @@ def _selected(store: ObjectStore, listing: CommitListing) -> Commits:
     commits.epochs = read_epochs(store)
     commits.select(counting(listing.keys(), commits.epochs), listing)
     return commits
-
-
-class CommitSteps(Sequence[Commit]):
-    """The commits of some steps; an item is read when it is used."""
-
-    def __init__(self, commits: Commits, steps: Sequence[int]) -> None:
-        self._commits = commits
-        self._steps = steps
-
-    @overload
-    def __getitem__(self, index: int) -> Commit: ...
-    @overload
-    def __getitem__(self, index: slice) -> "CommitSteps": ...
-    def __getitem__(self, index: int | slice) -> "Commit | CommitSteps":
-        if isinstance(index, slice):
-            return CommitSteps(self._commits, self._steps[index])
-        return self._commits[self._steps[index]]
-
-    def __len__(self) -> int:
-        return len(self._steps)

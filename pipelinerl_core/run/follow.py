@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pipelinerl_core.interfaces import ObjectStore, Tracker
 from pipelinerl_core.messages import ActorSample, Counters
-from pipelinerl_core.run.commits import Commits, CommitSteps
+from pipelinerl_core.run.commits import Commits
 from pipelinerl_core.run.compacted import list_commits
 from pipelinerl_core.run.history import counting
 from pipelinerl_core.run.reading import list_keys, read_record
@@ -23,8 +23,8 @@ PROGRESS = ("progress/samples", "progress/tokens", "progress/seconds")
 class News:
     """New records of one refresh."""
 
-    commits: Sequence[Commit]
-    """Commits that count and were not delivered before, by step; compacted commits are read when they are used."""
+    steps: Sequence[int]
+    """Steps of the commits that count and were not delivered before, ascending."""
     evals: tuple[EvalRecord, ...]
     """New evaluations, by version."""
 
@@ -74,7 +74,7 @@ class RunFollower:
                 self.commits[step]  # raises StoreError here, and not where the commit is used
         evals = self._read_evals()  # before commits count as delivered, so that a StoreError here loses none of them
         self._delivered.update(chosen.values())
-        return News(commits=CommitSteps(self.commits, fresh), evals=evals)
+        return News(steps=fresh, evals=evals)
 
     def _read_epochs(self) -> None:
         for key in list_keys(self.store, "epochs"):

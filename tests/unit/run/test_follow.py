@@ -72,10 +72,10 @@ def test_every_later_epoch_fences():
 def test_commits_are_delivered_once_and_in_order(store):
     write_run(store, Shape(steps=3))
     follower = RunFollower(store)
-    assert [commit.step for commit in follower.refresh().commits] == [0, 1, 2, 3]
-    assert len(follower.refresh().commits) == 0
+    assert follower.refresh().steps == [0, 1, 2, 3]
+    assert follower.refresh().steps == []
     put_record(store, commit_key(4, 2), make_commit(4))
-    assert [commit.step for commit in follower.refresh().commits] == [4]
+    assert follower.refresh().steps == [4]
     assert follower.last.step == 4
     assert follower.before(follower.last).step == 3
 
@@ -200,7 +200,7 @@ def test_a_failed_reading_loses_no_commit(store):
     with pytest.raises(StoreError, match="EvalRecord"):
         follower.refresh()
     store.put(eval_key(0), good)
-    assert len(follower.refresh().commits) == 2
+    assert len(follower.refresh().steps) == 2
 
 
 def test_a_record_of_another_format_is_refused_by_name(store):
