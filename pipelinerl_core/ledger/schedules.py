@@ -7,8 +7,8 @@ cumulative. docs/scheduling.md has the table of the schedules and derives the bo
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 from pipelinerl_core.config import RunConfig
 
@@ -31,27 +31,38 @@ class GroupCounts:
         return self.leased + self.ready + self.reserved
 
 
-class Schedule(Protocol):
-    """The decisions in which the schedules differ."""
+class Schedule(ABC):
+    """The decisions in which the schedules differ.
 
+    By default, a step takes N groups, the earliest deadline first, and no engine pauses.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._num = config.trainer.groups_per_step
+
+    @abstractmethod
     def grantable_groups(self, counts: GroupCounts, engine_version: int) -> int:
         """How many groups may be granted now to an actor whose engine has weights `engine_version`."""
 
     def needed_groups(self, step: int) -> int:
         """How many ready groups the trainer needs to reserve this step."""
+        return self._num
 
     def priority(self, step: int, deadline: int, group_id: int) -> tuple[int, int]:
         """Sort key of a ready group: the smallest ones are trained in this step."""
+        return deadline, group_id
 
     def must_pause(self, counts: GroupCounts, engine_version: int) -> bool:
         """Whether an engine with weights `engine_version` must pause; it keeps its requests and their KV cache."""
+        return False
 
 
-class Pipeline:
+class Pipeline(Schedule):
     """Generation and training never wait for each other."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._num = config.trainer.groups_per_step
+        super().__init__(config)
         self._window = config.window_groups
 
     def grantable_groups(self, counts: GroupCounts, engine_version: int) -> int:
@@ -63,25 +74,12 @@ class Pipeline:
         unseen_steps = max(0, counts.committed_step - engine_version)
         return max(0, self._window - counts.outstanding - unseen_steps * self._num)
 
-    def needed_groups(self, step: int) -> int:
-        """N."""
-        return self._num
 
-    def priority(self, step: int, deadline: int, group_id: int) -> tuple[int, int]:
-        """Earliest deadline first."""
-        return deadline, group_id
+class Conventional(Schedule):
+    """Alternates between generating the groups of steps_per_phase steps and training these steps.
 
-    def must_pause(self, counts: GroupCounts, engine_version: int) -> bool:
-        """Never."""
-        return False
-
-
-class Conventional:
-    """Alternates between generating the groups of steps_per_phase steps and training these steps."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
-        self._num = config.trainer.groups_per_step
+    Engines never pause: while the trainer trains a phase, no group is leased.
+    """
 
     def grantable_groups(self, counts: GroupCounts, engine_version: int) -> int:
         """Groups missing for the phase; 0 for an actor without the weights from the start of the phase."""
@@ -101,20 +99,16 @@ class Conventional:
         text = f"{self._config.seed}/{self._config.phase_end(step)}/{group_id}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()), group_id
 
-    def must_pause(self, counts: GroupCounts, engine_version: int) -> bool:
-        """Never: while the trainer trains the phase, no group is leased."""
-        return False
-
     def _steps_left(self, step: int) -> int:
         """Steps from `step` to the end of its phase."""
         return max(0, self._config.phase_end(step) - step + 1)
 
 
-class April:
+class April(Schedule):
     """Leases more groups than a step needs. Engines pause at N ready groups and continue after the weight update."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._num = config.trainer.groups_per_step
+        super().__init__(config)
         self._most = math.ceil(config.schedule.alpha * self._num)
 
     def grantable_groups(self, counts: GroupCounts, engine_version: int) -> int:
@@ -123,21 +117,13 @@ class April:
             return 0
         return max(0, self._most - counts.outstanding)
 
-    def needed_groups(self, step: int) -> int:
-        """N."""
-        return self._num
-
-    def priority(self, step: int, deadline: int, group_id: int) -> tuple[int, int]:
-        """Earliest deadline first."""
-        return deadline, group_id
-
     def must_pause(self, counts: GroupCounts, engine_version: int) -> bool:
         """From the N-th ready group until the engine has the weights of the next step."""
         is_behind = engine_version < counts.newest_version
         return is_behind or counts.reserved > 0 or counts.ready >= self._num
 
 
-SCHEDULES: dict[str, type[Pipeline] | type[Conventional] | type[April]] = {
+SCHEDULES: dict[str, type[Schedule]] = {
     "pipeline": Pipeline,
     "conventional": Conventional,
     "april": April,
