@@ -7,10 +7,9 @@ from prefect.client.schemas.objects import State
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from pipelinerl.flows.parameters import described
+from pipelinerl.flows.parameters import RunUrl, described
 from pipelinerl.tasks.pooled import run_pooled
 
-RunUrl = Annotated[str, Field(description="URL of the run in the object store; the train flow sets it.")]
 Name = Annotated[str, Field(description="Name of the actor in the run, unique among its actors.")]
 
 

@@ -7,18 +7,13 @@ from prefect import flow
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from pipelinerl.flows.parameters import described
+from pipelinerl.flows.parameters import Root, Run, described
 from pipelinerl.tasks.role_tasks import run_evaluation
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.locate import locate_run
 
-Run = Annotated[str, Field(description="Id under the root, `latest`, or the path or URL of a run.")]
 Version = Annotated[
     str, Field(description="first, last, all, due, or numbers of durable weight versions separated by commas.")
-]
-Root = Annotated[
-    str,
-    Field(description="Directory or URL below which runs are stored. Empty: $PIPELINERL_ROOT if set, else ./runs."),
 ]
 
 

@@ -1,8 +1,11 @@
-"""The most common settings as typed, bounded fields of a form; the Prefect server rejects invalid values."""
+"""Parameters of flows: the most common settings as typed, bounded fields of a form.
+
+The Prefect server rejects invalid values.
+"""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -11,6 +14,14 @@ from pipelinerl_core.config.load import known_keys, preset_names, variants
 from pipelinerl_core.config.prompts import FILE_SUFFIXES
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+Run = Annotated[str, Field(description="Id under the root, `latest`, or the path or URL of a run.")]
+RunUrl = Annotated[str, Field(description="URL of the run in the object store; the train flow sets it.")]
+Root = Annotated[
+    str,
+    Field(description="Directory or URL below which runs are stored. Empty: $PIPELINERL_ROOT if set, else ./runs."),
+]
+"""Of flows that read a run; `train_flow.Root` is for flows that store runs."""
 
 KEYS: Mapping[str, str] = MappingProxyType(
     {

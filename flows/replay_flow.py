@@ -6,18 +6,13 @@ from prefect import flow
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from pipelinerl.flows.parameters import described
+from pipelinerl.flows.parameters import Root, Run, described
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.locate import locate_run
 from pipelinerl_core.tools.replay_child import replay_run
 
-Run = Annotated[str, Field(description="Id under the root, `latest`, or the path or URL of a run.")]
 Step = Annotated[
     int, Field(description="First or last step to train again; 0: the first or last step of the run.", ge=0)
-]
-Root = Annotated[
-    str,
-    Field(description="Directory or URL below which runs are stored. Empty: $PIPELINERL_ROOT if set, else ./runs."),
 ]
 
 

@@ -7,12 +7,10 @@ from prefect.client.schemas.objects import State
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from pipelinerl.flows.parameters import described
+from pipelinerl.flows.parameters import RunUrl, described
 from pipelinerl.tasks.placement import TRAINER
 from pipelinerl.tasks.pooled import run_pooled
 from pipelinerl.tasks.role_tasks import NODE_PREFIX
-
-RunUrl = Annotated[str, Field(description="URL of the run in the object store; the train flow sets it.")]
 
 Node = Annotated[
     int,
