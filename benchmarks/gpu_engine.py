@@ -195,7 +195,7 @@ def copy_seconds(weights: Iterable[torch.Tensor], device: str) -> float:
     targets = [torch.empty_like(tensor) for tensor in sources]
     best = float("inf")
     for _ in range(10):
-        with _synchronized(device):
+        with synchronized(device):
             start = time.perf_counter()
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source)
@@ -204,7 +204,7 @@ def copy_seconds(weights: Iterable[torch.Tensor], device: str) -> float:
 
 
 @contextmanager
-def _synchronized(device: str) -> Iterator[None]:
+def synchronized(device: str) -> Iterator[None]:
     """Waits before and after the context until the device has finished all work."""
     if device == "cuda":
         torch.cuda.synchronize()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from benchmarks.engine_load import random_model, random_rollout
+from benchmarks.gpu_engine import synchronized
 from benchmarks.sizes import SIZES
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher, num_forward_tokens
@@ -125,10 +126,7 @@ def step_of(size: str, pack_tokens: int, *, uneven: bool = False) -> tuple[RunCo
 
 def step_seconds(learner: TorchLearner, rows: Sequence[TrainingRow], device: str) -> float:
     """Seconds of one step until the device has finished."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    learner.step(rows)
-    if device == "cuda":
-        torch.cuda.synchronize()
+    with synchronized(device):
+        started = time.perf_counter()
+        learner.step(rows)
     return time.perf_counter() - started
