@@ -16,7 +16,6 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.prompts import PromptsSection
 
 _DIGEST_CHARS = 8
-_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +82,8 @@ def _datasets(config: RunConfig) -> list[DatasetNote]:
 def _content(path: Path) -> str:
     """Content of a local path for the digest: hash of a file, names and sizes in a directory."""
     if path.is_file():
-        digest = hashlib.sha256()
         with path.open("rb") as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
-                digest.update(chunk)
-        return digest.hexdigest()
+            return hashlib.file_digest(stream, "sha256").hexdigest()
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else []
     return json.dumps([[str(file.relative_to(path)), file.stat().st_size] for file in files])
 
