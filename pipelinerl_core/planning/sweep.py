@@ -15,6 +15,7 @@ from pipelinerl_core.planning.prediction import Prediction, Source, predict
 from pipelinerl_core.planning.what_if import ROWS, on_gpus
 from pipelinerl_core.report.charts import Axis, Series, as_file, line_chart
 from pipelinerl_core.supervision.fit import check_fit
+from pipelinerl_core.telemetry.system import parse_number
 
 _PROCESSES = 2
 _COLOURS = ("generate", "train", "swap", "held", "commit", "bad")
@@ -127,11 +128,11 @@ def sweep_figure(points: Sequence[Point]) -> str:
     """A chart as SVG: rollouts per second by the first key, one line for each combination of the others."""
     key = points[0].overrides[0].partition("=")[0]
     first = list(dict.fromkeys(point.overrides[0].partition("=")[2] for point in points))
-    is_number = all(_number(value) is not None for value in first)
+    is_number = all(parse_number(value) is not None for value in first)
     lines: dict[str, list[tuple[float, float]]] = {}
     for point in points:
         value = point.overrides[0].partition("=")[2]
-        x = _number(value) if is_number else float(first.index(value))
+        x = parse_number(value) if is_number else float(first.index(value))
         if point.prediction is not None and x is not None:
             lines.setdefault(", ".join(point.overrides[1:]), []).append((x, point.rollouts_per_second))
     series = [
@@ -161,10 +162,3 @@ def _predict(source: Source, config: RunConfig | str) -> Prediction | str:
         return predict(source, config)
     except ConfigError as error:
         return str(error)
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None

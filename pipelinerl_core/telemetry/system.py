@@ -121,7 +121,7 @@ def parse_gpus(text: str) -> dict[str, float]:
     values: dict[str, float] = {}
     for line in text.strip().splitlines():
         index, *cells = (cell.strip() for cell in line.split(","))
-        busy, used, total, watts = (_number(cell) for cell in cells)
+        busy, used, total, watts = (parse_number(cell) for cell in cells)
         megabytes = used * _MEBIBYTE / _MEGABYTE if used is not None else None
         percentage = 100.0 * used / total if used is not None and total else None
         figures = {
@@ -134,7 +134,8 @@ def parse_gpus(text: str) -> dict[str, float]:
     return values
 
 
-def _number(text: str) -> float | None:
+def parse_number(text: str) -> float | None:
+    """None for a text that is no number."""
     try:
         return float(text)
     except ValueError:
