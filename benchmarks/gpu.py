@@ -126,7 +126,7 @@ def run(parts: Sequence[Part], result: dict[str, Any], out: Path | None = None) 
             sys.stderr.write(f"    {entry['status']}: {entry['result']}\n")
             _free_memory()  # here, because the exception kept tensors alive
             if out is not None:
-                _replace(out, table(result))
+                report.write_file(out, table(result))
     except KeyboardInterrupt:
         sys.stderr.write("    interrupted\n")
         return EXIT_INTERRUPTED
@@ -185,13 +185,6 @@ def _free_memory() -> None:
     gc.collect()
     with suppress(RuntimeError):  # after some errors of CUDA, every later call raises
         torch.cuda.empty_cache()
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file atomically: a crash leaves the old text or the new text."""
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
 
 
 def _measure_engine(kind: str, slots: int, options: argparse.Namespace) -> dict[str, Any]:

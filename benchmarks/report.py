@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -40,3 +41,10 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[object]], *, num_tex
 def write(result: dict[str, Any], table: Callable[[dict[str, Any]], str], *, as_json: bool) -> None:
     """Print a result: as one JSON document, or as `table(result)`."""
     sys.stdout.write(json.dumps(result) + "\n" if as_json else table(result))
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file atomically: a crash leaves the old text or the new text."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)

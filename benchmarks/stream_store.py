@@ -19,6 +19,7 @@ from pipelinerl_core.data.codec import encode_rollouts
 from pipelinerl_core.data.segments import SegmentWriter
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.storage.object_store import open_store
+from tests.ports import free_port
 from tests.rollout_rows import build_group, group_ref
 
 _BUCKET = "bucket"
@@ -66,13 +67,6 @@ def serve(command: Sequence[str], port: int) -> Iterator[None]:
     finally:
         server.kill()
         server.wait(timeout=10)
-
-
-def free_port() -> int:
-    """A loopback port that no process uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

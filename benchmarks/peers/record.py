@@ -12,13 +12,13 @@ from typing import Any
 
 from safetensors.torch import save_file
 
+from benchmarks import report
+from benchmarks.peer_points import POINTS_FILE
 from pipelinerl_core.comparison.analysis import has_reached
 from pipelinerl_core.comparison.plan import MARGIN
 from pipelinerl_core.config import RunConfig
 
 logger = logging.getLogger(__name__)
-
-POINTS_FILE = "points.json"
 
 
 class Recorder:
@@ -99,6 +99,4 @@ def read_points(out: Path) -> dict[str, Any]:
 
 def write_points(out: Path, document: Mapping[str, Any]) -> None:
     """Replace points.json atomically."""
-    new = out / f".{POINTS_FILE}"
-    new.write_text(json.dumps(document, indent=1))
-    new.replace(out / POINTS_FILE)
+    report.write_file(out / POINTS_FILE, json.dumps(document, indent=1))
