@@ -1,10 +1,11 @@
 """The prompt sources by `prompts.kind`.
 
-To add a prompt source: a file in this folder, a section in config/prompts.py, a function here, and the line of the
-function in SOURCES. The function imports the file, because datasets and reasoning_gym take seconds to import.
+To add a prompt source: a file in this folder, a section in config/prompts.py, and a line in SOURCES. A file is
+imported when a source is built, because datasets and reasoning_gym take seconds to import.
 """
 
 from collections.abc import Callable, Collection, Mapping
+from importlib import import_module
 from types import MappingProxyType
 
 from pipelinerl_core.config.mixture import naming
@@ -20,50 +21,24 @@ _FAR = 1 << 40
 """Positions from one draw to the next: no run has so many groups."""
 
 
-def _sums(config: RunConfig) -> PromptSource:
-    from pipelinerl_core.prompts import sums
+def _built_by(module: str) -> Callable[[RunConfig], PromptSource]:
+    """The function `build` of a file of this folder."""
 
-    return sums.build(config)
+    def build(config: RunConfig) -> PromptSource:
+        source: PromptSource = import_module(f"pipelinerl_core.prompts.{module}").build(config)
+        return source
 
-
-def _largest_number(config: RunConfig) -> PromptSource:
-    from pipelinerl_core.prompts import largest_number
-
-    return largest_number.build(config)
-
-
-def _reasoning_gym(config: RunConfig) -> PromptSource:
-    from pipelinerl_core.prompts import gym
-
-    return gym.build(config)
-
-
-def _environment(config: RunConfig) -> PromptSource:
-    from pipelinerl_core.prompts import environment
-
-    return environment.build(config)
-
-
-def _file(config: RunConfig) -> PromptSource:
-    from pipelinerl_core.prompts import file
-
-    return file.build(config)
-
-
-def _huggingface(config: RunConfig) -> PromptSource:
-    from pipelinerl_core.prompts import huggingface
-
-    return huggingface.build(config)
+    return build
 
 
 SOURCES: Mapping[str, Callable[[RunConfig], PromptSource]] = MappingProxyType(
     {
-        "sums": _sums,
-        "largest_number": _largest_number,
-        "reasoning_gym": _reasoning_gym,
-        "environment": _environment,
-        "file": _file,
-        "huggingface": _huggingface,
+        "sums": _built_by("sums"),
+        "largest_number": _built_by("largest_number"),
+        "reasoning_gym": _built_by("gym"),
+        "environment": _built_by("environment"),
+        "file": _built_by("file"),
+        "huggingface": _built_by("huggingface"),
     }
 )
 
