@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.engine_load import random_model
-from benchmarks.gpu_learner import ROUNDS, step_of, step_seconds
+from benchmarks.gpu_learner import ROUNDS, memory_of, step_of, step_seconds
 from pipelinerl_core.batching.collate import PackBatcher, num_forward_tokens
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.training.attention_choice import ATTENTION_NAMES, AttentionKind
@@ -52,16 +52,9 @@ def measure_attention(size: str, kind: AttentionKind, *, device: str, dtype: str
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The rows as lines of Markdown."""
-    lines = [
-        "| learner | attention | tokens of a pack | step, s | tokens/s | memory, GiB "
-        "| log-probabilities off padded: mean | max |",
-        "|---|---|--:|--:|--:|--:|--:|--:|",
-    ]
-    for row in rows:
-        memory = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.1f}"
-        lines.append(
-            f"| {row['size']} | {row['attention']} | {row['pack_tokens']:,} | {row['step_seconds']:.3f} "
-            f"| {row['tokens_per_second']:,.0f} | {memory} | {row['difference_mean']:.2g} "
-            f"| {row['difference_max']:.2g} |"
-        )
-    return lines
+    columns = {
+        "learner": "{size}", "attention": "{attention}", "tokens of a pack": "{pack_tokens:,}",
+        "step, s": "{step_seconds:.3f}", "tokens/s": "{tokens_per_second:,.0f}", "memory, GiB": "{memory}",
+        "log-probabilities off padded: mean": "{difference_mean:.2g}", "max": "{difference_max:.2g}",
+    }  # fmt: skip
+    return report.formatted(columns, [row | {"memory": memory_of(row)} for row in rows], num_text_columns=2)

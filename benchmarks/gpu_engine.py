@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import report
 from benchmarks.engine_load import (
     complete,
     complete_endlessly,
@@ -58,22 +59,18 @@ def measure_engine(kind: str, slots: int, options: argparse.Namespace) -> dict[s
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The rows as lines of Markdown."""
     row = rows[0]
-    lines = [
+    title = (
         f"Engines: random Qwen2 of {row['num_parameters'] / 1e6:,.1f} M parameters ({row['num_bytes'] / 2**20:,.0f} "
-        f"MiB), {PROMPT_TOKENS} + {row['max_tokens']} tokens.",
-        "",
-        "| engine | slots | tokens/s | step, ms | weights read once, ms | pause, ms | bare copy, ms | pause / copy "
-        "| parity mean | max | within bounds |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|",
-    ]
-    lines += [
-        f"| {row['engine']} | {row['slots']} | {row['tokens_per_second']:,.0f} | {row['step_ms']:.2f} "
-        f"| {row['weights_read_ms']:.2f} | {row['pause_ms']:.2f} | {row['copy_ms']:.2f} "
-        f"| {row['pause_per_copy']:.1f} | {row['parity_mean']:.2g} | {row['parity_max']:.2g} "
-        f"| {'yes' if row['parity_ok'] else 'NO'} |"
-        for row in rows
-    ]
-    return lines
+        f"MiB), {PROMPT_TOKENS} + {row['max_tokens']} tokens."
+    )
+    columns = {
+        "engine": "{engine}", "slots": "{slots}", "tokens/s": "{tokens_per_second:,.0f}",
+        "step, ms": "{step_ms:.2f}", "weights read once, ms": "{weights_read_ms:.2f}", "pause, ms": "{pause_ms:.2f}",
+        "bare copy, ms": "{copy_ms:.2f}", "pause / copy": "{pause_per_copy:.1f}",
+        "parity mean": "{parity_mean:.2g}", "max": "{parity_max:.2g}", "within bounds": "{verdict}",
+    }  # fmt: skip
+    cells = [row | {"verdict": "yes" if row["parity_ok"] else "NO"} for row in rows]
+    return [title, "", *report.formatted(columns, cells)]
 
 
 async def _measure(kind: str, slots: int, options: argparse.Namespace) -> dict[str, Any]:

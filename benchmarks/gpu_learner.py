@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import report
 from benchmarks.engine_load import random_model, random_rollout
 from benchmarks.gpu_engine import synchronized
 from benchmarks.sizes import SIZES
@@ -79,20 +80,25 @@ def peak_tflops(device_name: str) -> float | None:
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The rows as lines of Markdown."""
-    lines = [
-        "| learner | parameters | tokens of a pack | of a step | step, s | tokens/s | model TFLOP/s | of peak "
-        "| memory, GiB |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    columns = {
+        "learner": "{size}", "parameters": "{millions:,.1f} M", "tokens of a pack": "{pack_tokens:,}",
+        "of a step": "{num_tokens:,}", "step, s": "{step_seconds:.3f}", "tokens/s": "{tokens_per_second:,.0f}",
+        "model TFLOP/s": "{model_tflops:.3g}", "of peak": "{share}", "memory, GiB": "{memory}",
+    }  # fmt: skip
+    cells = [
+        row | {"millions": row["num_parameters"] / 1e6, "share": _share_of_peak(row), "memory": memory_of(row)}
+        for row in rows
     ]
-    for row in rows:
-        share = "-" if row["utilisation"] is None else f"{row['utilisation']:.1%} of {row['peak_tflops']:,.0f}"
-        memory = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.1f}"
-        lines.append(
-            f"| {row['size']} | {row['num_parameters'] / 1e6:,.1f} M | {row['pack_tokens']:,} "
-            f"| {row['num_tokens']:,} | {row['step_seconds']:.3f} | {row['tokens_per_second']:,.0f} "
-            f"| {row['model_tflops']:.3g} | {share} | {memory} |"
-        )
-    return lines
+    return report.formatted(columns, cells)
+
+
+def _share_of_peak(row: dict[str, Any]) -> str:
+    return "-" if row["utilisation"] is None else f"{row['utilisation']:.1%} of {row['peak_tflops']:,.0f}"
+
+
+def memory_of(row: dict[str, Any]) -> str:
+    """The peak of memory of a row in GiB."""
+    return "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.1f}"
 
 
 def step_of(size: str, pack_tokens: int, *, uneven: bool = False) -> tuple[RunConfig, list[TrainingRow]]:

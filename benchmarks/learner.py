@@ -73,29 +73,26 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """The measurement as Markdown."""
-    lines = [
+    title = (
         f"1 thread, torch {result['torch']}, contestants in turns; load average {result['load_average']} on "
-        f"{result['cores']} cores",
-        "",
-        "| step of | tokens/s | learner is faster by | by CPU time |",
-        "|---|--:|--:|--:|",
-    ]
+        f"{result['cores']} cores"
+    )
+    steps: list[tuple[str, ...]] = []
     for row in result["workloads"]:
         size = f"{row['workload']}: {row['num_parameters'] / 1e6:.1f} M parameters, {row['num_rollouts']} rollouts"
-        lines.append(f"| **{size}, {row['num_tokens']:,} tokens** | | | |")
-        lines += [
-            f"| {name} | {speed:,} | {_ratio(row['learner_over'], name)} | {_ratio(row['learner_over_cpu'], name)} |"
+        steps.append((f"**{size}, {row['num_tokens']:,} tokens**", "", "", ""))
+        steps += [
+            (name, f"{speed:,}", _ratio(row["learner_over"], name), _ratio(row["learner_over_cpu"], name))
             for name, speed in row["tokens_per_second"].items()
         ]
         if result["trl"] != "measured":
-            lines.append(f"| TRL | {result['trl']} | | |")
-    lines += ["", "| pack_tokens, in mean lengths | packing | pack_fill | attention slots per token | packs |"]
-    lines += ["|--:|---|--:|--:|--:|"]
-    lines += [
-        f"| {row['multiple']} | {row['packing']} | {row['pack_fill']:.3f} | {row['attention_slots_per_token']:.3f} "
-        f"| {row['num_packs']} |"
-        for row in result["fill"]
-    ]
+            steps.append(("TRL", result["trl"], "", ""))
+    fill = {
+        "pack_tokens, in mean lengths": "{multiple}", "packing": "{packing}", "pack_fill": "{pack_fill:.3f}",
+        "attention slots per token": "{attention_slots_per_token:.3f}", "packs": "{num_packs}",
+    }  # fmt: skip
+    lines = [title, "", *report.markdown(("step of", "tokens/s", "learner is faster by", "by CPU time"), steps)]
+    lines += ["", *report.formatted(fill, result["fill"], num_text_columns=2)]
     if result["memory"]:
         from benchmarks.learner_memory import table as memory_table
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks import report
 from pipelinerl_core.algo.logprobs import token_logprobs
 
 Logprobs = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -92,21 +93,18 @@ def peak_of(function: Callable[[], tuple[Tensor, ...]], device: str = "cpu") -> 
 
 def table(rows: list[dict[str, Any]], num_tokens: int) -> list[str]:
     """The rows as lines of Markdown."""
-    lines = [
+    title = (
         f"Log-probabilities of {num_tokens:,} tokens, vocabulary {NUM_WORDS:,}, hidden size {HIDDEN_SIZE}, forward "
-        "and backward: peak beyond inputs and outputs",
-        "",
-        "| type | ours | log_softmax(logits) | ratio | seconds, ours | log_softmax |",
-        "|---|--:|--:|--:|--:|--:|",
-    ]
+        "and backward: peak beyond inputs and outputs"
+    )
+    header = ("type", "ours", "log_softmax(logits)", "ratio", "seconds, ours", "log_softmax")
+    cells = []
     by_way = {(row["dtype"], row["way"]): row for row in rows}
     for dtype in DTYPES:
         ours, peer = by_way[dtype, "chunked"], by_way[dtype, "plain"]
-        lines.append(
-            f"| {dtype} | {_mib(ours)} | {_mib(peer)} | {peer['extra_bytes'] / ours['extra_bytes']:.0f} "
-            f"| {ours['seconds']:.0f} | {peer['seconds']:.0f} |"
-        )
-    return lines
+        ratio = f"{peer['extra_bytes'] / ours['extra_bytes']:.0f}"
+        cells.append((dtype, _mib(ours), _mib(peer), ratio, f"{ours['seconds']:.0f}", f"{peer['seconds']:.0f}"))
+    return [title, "", *report.markdown(header, cells)]
 
 
 def _mib(row: dict[str, Any]) -> str:

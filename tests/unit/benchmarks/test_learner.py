@@ -59,7 +59,7 @@ def test_the_table_says_that_trl_is_not_installed(monkeypatch, tmp_path, capsys)
     result = json.loads(capsys.readouterr().out)
     assert result["trl"] == "not installed: run `make bench-peers`"
     result["workloads"] = [measure_workload(MINI, 1, with_trl=False)]
-    assert "| TRL | not installed: run `make bench-peers` | | |" in learner.table(result)
+    assert "| TRL | not installed: run `make bench-peers` |  |  |" in learner.table(result)
 
 
 def test_wrong_numbers_are_bad_input(capsys):
