@@ -13,7 +13,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -122,12 +121,7 @@ def _prompts(config: RunConfig) -> Int32Array:
 def _rows(config: RunConfig, prompts: Int32Array, completions: Int32Array) -> list[TrainingRow]:
     size, rollouts = config.rollouts.group_size, []
     for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        built = random_rollout(prompt, completion, np.full(len(completion), -10.0))
-        rollouts.append(
-            replace(
-                built, group_id=index // size, rollout_index=index % size, group_size=size, reward=float(index % 2)
-            )
-        )
+        rollouts.append(random_rollout(prompt, completion, -10.0, group=index // size, index=index % size, size=size))
     return assemble_rows(1, [rollouts[at : at + size] for at in range(0, len(rollouts), size)], config).rows
 
 

@@ -25,15 +25,16 @@ from pipelinerl_core.types import (
 )
 
 
-def random_model(size: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
-    """A model in evaluation mode; equal arguments give equal random weights.
+def random_model(size: str | Mapping[str, Any], *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+    """A model of a size of SIZES, or of a shape, in evaluation mode; equal arguments give equal random weights.
 
     device: where the weights are drawn; a CPU takes minutes for some billion weights.
     """
+    shape = SIZES[size] if isinstance(size, str) else size
     torch.manual_seed(0)
     model_class: Any = Qwen2ForCausalLM
     with torch.device(device):
-        return model_class(Qwen2Config(**SIZES[size], tie_word_embeddings=True)).to(dtype).eval()
+        return model_class(Qwen2Config(**shape, tie_word_embeddings=True)).to(dtype).eval()
 
 
 def random_prompts(num: int, num_tokens: int, vocab_size: int) -> Int32Array:
@@ -41,25 +42,33 @@ def random_prompts(num: int, num_tokens: int, vocab_size: int) -> Int32Array:
     return np.random.default_rng(0).integers(0, vocab_size, (num, num_tokens), dtype=np.int32)
 
 
-def random_rollout(prompt: Int32Array, completion: Int32Array, logprobs: NDArray[Any]) -> Rollout:
-    """A scored rollout, sampled by version 0."""
+def random_rollout(
+    prompt: Int32Array,
+    completion: Int32Array,
+    logprobs: NDArray[Any] | float,
+    *,
+    group: int = 0,
+    index: int = 0,
+    size: int = 1,
+) -> Rollout:
+    """A scored rollout of version 0, at a place in a group. Every second rollout has a reward of 1, the others 0."""
     num_tokens = len(completion)
     return Rollout(
-        group_id=0,
-        rollout_index=0,
+        group_id=group,
+        rollout_index=index,
         attempt=0,
         lease_id="",
         prompt_id="",
         source="bench",
         env="bench",
         actor="bench",
-        group_size=1,
+        group_size=size,
         prompt_token_ids=prompt,
         completion_token_ids=completion,
-        rollout_logprobs=logprobs.astype(np.float32),
+        rollout_logprobs=np.full(num_tokens, logprobs, np.float32),
         weight_spans=(WeightSpan(0, 0, num_tokens),),
         loss_mask=np.ones(num_tokens, np.bool_),
-        reward=0.0,
+        reward=float(index % 2),
         outcome=Outcome.SCORED,
         finish_reason=FinishReason.LENGTH,
         error=None,

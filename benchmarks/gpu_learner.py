@@ -8,7 +8,6 @@ that of the whole step with packing, loss, clipping and AdamW.
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,14 +16,11 @@ import torch
 from benchmarks import report
 from benchmarks.engine_load import random_model, random_rollout
 from benchmarks.gpu_engine import synchronized
+from benchmarks.learner_rounds import step_config
 from benchmarks.sizes import SIZES
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher, num_forward_tokens
-from pipelinerl_core.config.engines import EmbeddedConfig
-from pipelinerl_core.config.learners import TorchConfig
 from pipelinerl_core.config.run import RunConfig
-from pipelinerl_core.config.sections import RolloutsConfig
-from pipelinerl_core.config.training import TrainerConfig
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import ModelDimensions, model_dimensions, prepare_model
 from pipelinerl_core.types import TrainingRow
@@ -117,15 +113,10 @@ def step_of(size: str, pack_tokens: int, *, uneven: bool = False) -> tuple[RunCo
         tokens = int(rng.integers(max(prompt_tokens, length // 8), length + 1)) if uneven else length
         ids = rng.integers(0, shape["vocab_size"], tokens + 1, dtype=np.int32)
         prompt, completion = ids[:prompt_tokens], ids[prompt_tokens:]
-        built = random_rollout(prompt, completion, np.full(len(completion), -np.log(shape["vocab_size"])))
-        return replace(built, group_id=group, rollout_index=index, group_size=GROUP_SIZE, reward=float(index % 2))
+        logprob = -np.log(shape["vocab_size"])
+        return random_rollout(prompt, completion, logprob, group=group, index=index, size=GROUP_SIZE)
 
-    config = RunConfig(
-        trainer=TrainerConfig(groups_per_step=num_groups, pack_tokens=pack_tokens),
-        rollouts=RolloutsConfig(group_size=GROUP_SIZE, max_tokens=length),
-        engine=EmbeddedConfig(concurrency=GROUP_SIZE),
-        learner=TorchConfig(lr=1e-4),
-    )
+    config = step_config(num_groups, pack_tokens, GROUP_SIZE, length)
     groups = [[rollout(group, index) for index in range(GROUP_SIZE)] for group in range(num_groups)]
     return config, assemble_rows(1, groups, config).rows
 

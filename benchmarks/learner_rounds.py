@@ -6,15 +6,14 @@ Shapes: B = rollouts, P = longest prompt, C = longest completion, N = sampled to
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.engine_load import random_rollout
+from benchmarks.engine_load import random_model, random_rollout
 from benchmarks.sizes import SIZES
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher, num_forward_tokens
@@ -49,18 +48,9 @@ class Workload:
     prompt_tokens: tuple[int, int] = (8, 20)
     """Shortest and longest prompt. The rollouts of a group have one prompt."""
 
-    def random_model(self) -> Any:
-        """A model in evaluation mode; every call returns equal random weights."""
-        torch.manual_seed(0)
-        model_class: Any = Qwen2ForCausalLM
-        return model_class(Qwen2Config(**self.model, tie_word_embeddings=True)).eval()
-
     def config(self) -> RunConfig:
         """The configuration of a run with such steps."""
-        trainer = TrainerConfig(steps=1000, groups_per_step=self.num_groups, pack_tokens=self.pack_tokens)
-        rollouts = RolloutsConfig(group_size=self.group_size, max_tokens=self.max_tokens)
-        engine = EmbeddedConfig(concurrency=self.group_size)
-        return RunConfig(trainer=trainer, rollouts=rollouts, engine=engine, learner=TorchConfig(lr=1e-4))
+        return step_config(self.num_groups, self.pack_tokens, self.group_size, self.max_tokens)
 
     def groups(self) -> list[list[Rollout]]:
         """Rollouts of random tokens by group; every call returns equal rollouts."""
@@ -77,10 +67,18 @@ class Workload:
     def _rollout(self, rng: np.random.Generator, prompt: NDArray[np.int32], group: int, index: int) -> Rollout:
         wanted = rng.lognormal(np.log(self.median_tokens), self.spread)
         completion = self._tokens(rng, int(np.clip(wanted, 2, self.max_tokens)))
-        built = random_rollout(prompt, completion, np.full(len(completion), -np.log(self.model["vocab_size"])))
-        return replace(
-            built, group_id=group, rollout_index=index, group_size=self.group_size, reward=float(index % 2)
-        )
+        logprob = -np.log(self.model["vocab_size"])
+        return random_rollout(prompt, completion, logprob, group=group, index=index, size=self.group_size)
+
+
+def step_config(num_groups: int, pack_tokens: int, group_size: int, max_tokens: int) -> RunConfig:
+    """The configuration of a run with steps of this size."""
+    return RunConfig(
+        trainer=TrainerConfig(steps=1000, groups_per_step=num_groups, pack_tokens=pack_tokens),
+        rollouts=RolloutsConfig(group_size=group_size, max_tokens=max_tokens),
+        engine=EmbeddedConfig(concurrency=group_size),
+        learner=TorchConfig(lr=1e-4),
+    )
 
 
 WORKLOADS = {
@@ -107,7 +105,7 @@ class BareLoop:
     """A hand-written training step: prebuilt packs, the learner's packed attention, plain log_softmax."""
 
     def __init__(self, workload: Workload, rows: Sequence[TrainingRow]) -> None:
-        self._model = prepare_model(workload.random_model())
+        self._model = prepare_model(random_model(workload.model))
         self._packs = list(PackBatcher(workload.pack_tokens).rows(rows))
         self._config = workload.config().learner
         self._adam = make_adam(list(self._model.parameters()), self._config)
@@ -136,11 +134,11 @@ def measure_workload(workload: Workload, rounds: int, *, with_trl: bool) -> dict
     if with_trl:
         from benchmarks.learner_trl import TRLStep
 
-        steps["TRL"] = TRLStep(workload.random_model(), rows, workload.config())
+        steps["TRL"] = TRLStep(random_model(workload.model), rows, workload.config())
     seconds = _in_turns(steps, rounds)
     return {
         "workload": workload.name,
-        "num_parameters": sum(parameter.numel() for parameter in workload.random_model().parameters()),
+        "num_parameters": sum(parameter.numel() for parameter in random_model(workload.model).parameters()),
         "num_rollouts": len(rows),
         "num_tokens": num_tokens,
         "pack_tokens": workload.pack_tokens,
@@ -182,7 +180,7 @@ def _fill(lengths: Sequence[int], pack_tokens: int, packing: Packing) -> dict[st
 
 def _learner(workload: Workload, rows: Sequence[TrainingRow], *, shares_prompts: bool = True) -> Step:
     batcher = PackBatcher(workload.pack_tokens, shares_prompts=shares_prompts)
-    learner = TorchLearner(prepare_model(workload.random_model()), workload.config(), batcher=batcher)
+    learner = TorchLearner(prepare_model(random_model(workload.model)), workload.config(), batcher=batcher)
     return lambda: learner.step(rows)
 
 

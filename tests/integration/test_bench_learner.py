@@ -25,6 +25,7 @@ def test_trl_takes_the_step_of_our_learner():
 
 def compare():
     from benchmarks import learner_trl
+    from benchmarks.engine_load import random_model
     from pipelinerl_core.batching.assemble import assemble_rows
     from pipelinerl_core.batching.collate import PackBatcher
     from pipelinerl_core.training.learner import TorchLearner
@@ -33,7 +34,7 @@ def compare():
 
     learner_trl.ROWS_PER_PASS = 4
     rows = assemble_rows(1, MINI.groups(), MINI.config()).rows
-    ours, theirs = prepare_model(MINI.random_model()), MINI.random_model()
+    ours, theirs = prepare_model(random_model(MINI.model)), random_model(MINI.model)
     TorchLearner(ours, MINI.config(), batcher=PackBatcher(64)).step(rows)
     step = learner_trl.TRLStep(theirs, rows, MINI.config())
     step()
