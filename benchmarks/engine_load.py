@@ -114,3 +114,22 @@ def update_of(weights: Mapping[str, torch.Tensor] | Path, version: int) -> Weigh
         files = sorted(weights.glob("*.safetensors"))
         weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
     return WeightUpdate(version=version, tensors=weights, num_bytes=sum(t.nbytes for t in weights.values()))
+
+
+async def start_vllm(
+    directory: Path, *, slots: int, max_len: int, vocab_size: int, **settings: Any
+) -> tuple[Any, Any, Any]:
+    """A VLLMEngine without end tokens on the model of a directory, its VLLMCore and its StagedWeights.
+
+    settings: further fields of `CoreSettings`.
+    """
+    from pipelinerl_core.engine.vllm.core import CoreSettings, VLLMCore
+    from pipelinerl_core.engine.vllm.engine import VLLMEngine
+    from pipelinerl_core.engine.vllm.weights import StagedWeights
+
+    core = VLLMCore(CoreSettings(model=str(directory), max_len=max_len, max_sequences=slots, seed=0, **settings))
+    staged = StagedWeights(str(directory))
+    await core.start()
+    engine = VLLMEngine(core, staged, slots=slots, max_len=max_len, vocab_size=vocab_size, eos_token_ids=())
+    await engine.open()
+    return engine, core, staged

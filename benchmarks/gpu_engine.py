@@ -27,6 +27,7 @@ from benchmarks.engine_load import (
     random_model,
     random_prompts,
     random_rollout,
+    start_vllm,
     update_of,
 )
 from benchmarks.sizes import SIZES
@@ -113,31 +114,17 @@ async def _start(kind: str, slots: int, model: Any, directory: Path, options: ar
     max_len = PROMPT_TOKENS + options.max_tokens
     if kind == "embedded":
         return EmbeddedEngine(model.to(options.device), slots=slots, max_len=max_len, eos_token_ids=())
-    from pipelinerl_core.engine.vllm.core import CoreSettings, VLLMCore
-    from pipelinerl_core.engine.vllm.engine import VLLMEngine
-    from pipelinerl_core.engine.vllm.weights import StagedWeights
-
     model.save_pretrained(directory)
-    settings = CoreSettings(
-        model=str(directory),
-        dtype=options.dtype,
-        max_len=max_len,
-        max_sequences=slots,
-        seed=0,
-        kv_bytes=KV_BYTES if options.device == "cuda" else 2**28,
-        is_eager=options.device == "cpu",
-    )
-    core = VLLMCore(settings)
-    await core.start()
-    engine = VLLMEngine(
-        core,
-        StagedWeights(str(directory)),
+    started = await start_vllm(
+        directory,
         slots=slots,
         max_len=max_len,
         vocab_size=model.config.vocab_size,
-        eos_token_ids=(),
+        dtype=options.dtype,
+        kv_bytes=KV_BYTES if options.device == "cuda" else 2**28,
+        is_eager=options.device == "cpu",
     )
-    await engine.open()
+    engine: Engine = started[0]
     return engine
 
 

@@ -23,9 +23,10 @@ from benchmarks.engine_load import (
     count_tokens,
     random_model,
     random_prompts,
+    start_vllm,
     update_of,
 )
-from pipelinerl_core.engine.vllm.core import CoreSettings, VLLMCore
+from pipelinerl_core.engine.vllm.core import VLLMCore
 from pipelinerl_core.engine.vllm.engine import VLLMEngine
 from pipelinerl_core.engine.vllm.weights import StagedWeights
 from pipelinerl_core.errors import PipelineRLError
@@ -71,28 +72,17 @@ def main() -> None:
 
 async def measure(directory: Path) -> dict[str, Any]:
     """Seconds until ready and until the first tokens, tokens per second, pauses, tokens per second with swaps."""
-    settings = CoreSettings(
-        model=str(directory),
-        dtype="float32",
+    vocab_size = int(json.loads((directory / "config.json").read_text())["vocab_size"])
+    started = time.perf_counter()
+    engine, core, staged = await start_vllm(
+        directory,
+        slots=SLOTS,
         max_len=PROMPT_TOKENS + MAX_TOKENS,
-        max_sequences=SLOTS,
-        seed=0,
+        vocab_size=vocab_size,
+        dtype="float32",
         kv_bytes=2**28,
     )
-    core, staged = VLLMCore(settings), StagedWeights(str(directory))
-    started = time.perf_counter()
-    await core.start()
     start_seconds = time.perf_counter() - started
-    vocab_size = int(json.loads((directory / "config.json").read_text())["vocab_size"])
-    engine = VLLMEngine(
-        core,
-        staged,
-        slots=SLOTS,
-        max_len=settings.max_len,
-        vocab_size=vocab_size,
-        eos_token_ids=(),
-    )
-    await engine.open()
     try:
         prompts = random_prompts(NUM_REQUESTS, PROMPT_TOKENS, vocab_size)
         started = time.perf_counter()
