@@ -5,7 +5,6 @@ first, the rest of the state is copied: `stop` is that copy with nothing written
 Figures as in `swap`.
 """
 
-import argparse
 import shutil
 import sys
 import time
@@ -93,11 +92,10 @@ def table(result: dict[str, Any]) -> str:
 @exit_codes
 def main() -> int:
     """Command line of the benchmark."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = report.parser(__doc__)
     parser.add_argument("--model", default="135m", choices=tuple(SIZES), help="shapes of the random model")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     limit_threads(1)
     with TemporaryDirectory(prefix="pipelinerl-bench-") as directory:

@@ -7,7 +7,6 @@ prompts, 16 tokens each, without end tokens. Training: these 64 rollouts; forwar
 weights. Version: from the learner into the engine; a bare loop has none.
 """
 
-import argparse
 import asyncio
 import statistics
 import sys
@@ -25,10 +24,10 @@ from benchmarks.engine_load import count_tokens, random_rollout
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
-from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.roles.runtime.inference import build_codec, model_directory
+from pipelinerl_core.roles.runtime.process import exit_codes
 from pipelinerl_core.roles.trainer.learners import pack_batcher
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import load_model
@@ -39,19 +38,16 @@ _MICRO_ROWS = 32
 """Rows of one forward pass of the bare loop."""
 
 
-def main() -> None:
+@exit_codes
+def main() -> int:
     """Print a table, or one JSON document with --json."""
-    parser = argparse.ArgumentParser(prog="benchmarks demo", description=(__doc__ or "").splitlines()[0])
+    parser = report.parser(__doc__)
     parser.add_argument("overrides", nargs="*", help="section.key=value, as of `pipelinerl train smollm2`")
     parser.add_argument("--rounds", type=int, default=3, help="rounds after the first, which warms up")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     options = parser.parse_args()
-    try:
-        result = measure(options.rounds, options.overrides)
-    except ConfigError as error:
-        sys.stderr.write(f"bench demo: {error}\n")
-        sys.exit(2)
+    result = measure(options.rounds, options.overrides)
     report.write(result, table, as_json=options.json)
+    return 0
 
 
 def measure(rounds: int, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -192,4 +188,4 @@ def _model(config: RunConfig, attention: str) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,7 +7,6 @@ and batch: by default transformers allocates all free memory for the cache and b
 Continuous batching also has no block sharing, because shared blocks would be wrong after a swap of weights.
 """
 
-import argparse
 import asyncio
 import logging
 import sys
@@ -26,6 +25,7 @@ from benchmarks import report
 from benchmarks.engine_load import count_tokens, random_model, random_prompts
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded
+from pipelinerl_core.roles.runtime.process import exit_codes
 from pipelinerl_core.types import Int32Array
 
 SLOTS = (8, 64, 256)
@@ -40,18 +40,15 @@ DEADLINE_SECONDS = 120.0
 Contestant = Callable[[Int32Array], int]
 
 
-def main() -> None:
+@exit_codes
+def main() -> int:
     """Print a table, or one JSON document with --json."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = report.parser(__doc__)
     parser.add_argument("--model", type=Path, help="model directory (default: a random Qwen2 of 0.8 M parameters)")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     options = parser.parse_args()
-    try:
-        result = measure(options.model)
-    except ConfigError as error:
-        sys.stderr.write(f"bench engine: {error}\n")
-        sys.exit(2)
+    result = measure(options.model)
     report.write(result, table, as_json=options.json)
+    return 0
 
 
 def measure(model_directory: Path | None = None) -> dict[str, Any]:
@@ -188,4 +185,4 @@ class _ContinuousBatching:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -17,30 +17,28 @@ import torch
 
 from benchmarks import report
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.roles.runtime.process import exit_codes
 
 _PACKAGES = Path(__file__).parents[1] / ".bench-packages"
 _WORKLOADS = ("quickstart", "small", "prompts")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+@exit_codes
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print a table, or one JSON document with --json."""
     options = _parse(arguments)
-    try:
-        result = measure(options)
-    except ConfigError as error:
-        sys.stderr.write(f"bench learner: {error}\n")
-        sys.exit(2)
+    result = measure(options)
     report.write(result, table, as_json=options.json)
+    return 0
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks learner", description=(__doc__ or "").splitlines()[0])
+    parser = report.parser(__doc__)
     parser.add_argument("--workloads", nargs="*", choices=_WORKLOADS, default=list(_WORKLOADS), help="default: all")
     parser.add_argument("--rounds", type=int, default=5, help="rounds after the first, which warms up")
     parser.add_argument("--no-trl", action="store_true", help="do not measure TRL even if TRL is installed")
     parser.add_argument("--memory", action="store_true", help="measure memory too")
     parser.add_argument("--memory-tokens", type=int, default=4096, help="tokens of the memory table")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser.parse_args(arguments)
 
 
@@ -105,4 +103,4 @@ def _ratio(ratios: dict[str, float], name: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,7 +6,6 @@ is the largest resident memory without pages of shared memory, which `doctor` co
 libraries are included. The model has random weights, versions go through shared memory.
 """
 
-import argparse
 import asyncio
 import multiprocessing
 import os
@@ -203,13 +202,12 @@ def table(result: dict[str, Any]) -> str:
 @exit_codes
 def main() -> int:
     """Command line of the benchmark."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = report.parser(__doc__)
     parser.add_argument("--model", default="135m", choices=tuple(SIZES), help="shapes of the random model")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--tokens", type=int, default=252, help="of a pack")
     parser.add_argument("--slots", type=int, default=128, help="of the engine")
     parser.add_argument("--roles", nargs="*", choices=ROLES, default=list(ROLES))
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     result = measure_roles(arguments.model, arguments.dtype, arguments.tokens, arguments.slots, arguments.roles)
     report.write(result, table, as_json=arguments.json)

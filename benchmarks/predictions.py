@@ -5,7 +5,6 @@ Run: python -m benchmarks predictions [--root DIR] [--only NAME,...] [--predict]
 predictions.json is written before the first run; then every setting runs twice. The same command continues.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -67,14 +66,13 @@ SETTINGS = (
 
 def main() -> None:
     """Print a table, or one JSON document with --json."""
-    parser = argparse.ArgumentParser(prog="benchmarks predictions", description=(__doc__ or "").splitlines()[0])
+    parser = report.parser(__doc__)
     parser.add_argument("--root", default="./runs-predictions", help="directory of predictions and runs")
     parser.add_argument(
         "--only", default="", help=f"of {', '.join(setting.name for setting in SETTINGS)}; default: all"
     )
     parser.add_argument("--predict", action="store_true", help="calibrate and predict, run nothing else")
     parser.add_argument("--figure", default="", help="write predicted over measured steps per second as SVG")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of every run")
     options = parser.parse_args()
     wanted = options.only.split(",") if options.only else [setting.name for setting in SETTINGS]

@@ -5,7 +5,6 @@ accelerators on the simulator. `real`: hub, three actors and a trainer are kille
 preemption_traces/four-processes.csv; predictions.json is written before. The same command continues.
 """
 
-import argparse
 import csv
 import json
 import signal
@@ -60,10 +59,9 @@ _RUN_SECONDS = 1800.0
 
 def main() -> None:
     """Print a table, or one JSON document with --json."""
-    parser = argparse.ArgumentParser(prog="benchmarks preemption", description=(__doc__ or "").splitlines()[0])
+    parser = report.parser(__doc__)
     parser.add_argument("--part", choices=("simulated", "real"), default="", help="default: both")
     parser.add_argument("--root", default="./runs-preemption", help="directory of predictions and runs")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     options = parser.parse_args()
     root = Path(options.root)
     root.mkdir(parents=True, exist_ok=True)

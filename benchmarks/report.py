@@ -1,8 +1,9 @@
-"""Output that all benchmarks share: the machine, Markdown tables, and one JSON document or one table on stdout.
+"""What all benchmarks share: options, the machine, Markdown tables, files, and a JSON document or a table on stdout.
 
 Standard library only: `bench gpu` also runs where only torch and transformers are installed.
 """
 
+import argparse
 import json
 import os
 import platform
@@ -44,6 +45,14 @@ def formatted(
     """The lines of a Markdown table. columns: title -> format of the cell, for example "{seconds:.3f}"."""
     cells = ([form.format(**row) for form in columns.values()] for row in rows)
     return markdown(list(columns), cells, num_text_columns=num_text_columns)
+
+
+def parser(documentation: str | None) -> argparse.ArgumentParser:
+    """The command line of a benchmark, with --json. documentation: of its module; --help shows the first line."""
+    program, summary = Path(sys.argv[0]).stem, (documentation or "").splitlines()[0]
+    own = argparse.ArgumentParser(prog=f"benchmarks {program}", description=summary)
+    own.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    return own
 
 
 def write(result: dict[str, Any], table: Callable[[dict[str, Any]], str], *, as_json: bool) -> None:

@@ -4,7 +4,6 @@ Each program reads two numbers and prints their sum. The isolations take turns i
 host meets all of them; the table has the fastest round of each.
 """
 
-import argparse
 import asyncio
 import os
 import subprocess
@@ -103,11 +102,10 @@ def table(result: dict[str, Any]) -> str:
 @exit_codes
 def main() -> int:
     """Command line of the benchmark."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = report.parser(__doc__)
     parser.add_argument("--programs", type=int, default=200, help="for each sandbox and round")
     parser.add_argument("--sandboxes", type=int, default=2, help="sandboxes that run at the same time")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     rows = asyncio.run(measure(arguments.programs, arguments.sandboxes, arguments.rounds))
     result = {

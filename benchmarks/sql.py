@@ -3,7 +3,6 @@
 The run is written as compaction writes it: Parquet objects of at most 16 million tokens, row groups of one step.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.report import conditions, machine, markdown, write
+from benchmarks import report
 from pipelinerl_core.data.codec import list_column, span_column
 from pipelinerl_core.data.compaction import FILE_TOKENS, SCHEMA
 from pipelinerl_core.interfaces import ObjectStore
@@ -161,24 +160,23 @@ def measure(url: str) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Write the run, ask the queries, print a table or JSON."""
-    parser = argparse.ArgumentParser(prog="bench sql", description=__doc__)
+    parser = report.parser(__doc__)
     parser.add_argument("--rollouts", type=int, default=1_000_000, help="rollouts of the run; a multiple of 1,000")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of a completion")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="bench-sql-") as directory:
         store = open_store(str(Path(directory) / "bench"))
         begin = time.perf_counter()
         write_run(store, options.rollouts, options.tokens)
         result = {
-            **machine(),
+            **report.machine(),
             "rollouts": options.rollouts,
             "tokens": options.tokens,
             "writing_seconds": time.perf_counter() - begin,
             "bytes": sum(store.sizes("compacted").values()),
             "queries": measure(store.url),
         }
-    write(result, _table, as_json=options.json)
+    report.write(result, _table, as_json=options.json)
 
 
 def _table(result: dict[str, Any]) -> str:
@@ -186,9 +184,10 @@ def _table(result: dict[str, Any]) -> str:
     rows = [[format(entry[name], form) for name, form in formats.items()] for entry in result["queries"]]
     title = (
         f"{result['rollouts']:,} rollouts of {result['tokens']} tokens, {result['bytes'] / 1e6:,.0f} MB stored; "
-        f"{conditions(result)}"
+        f"{report.conditions(result)}"
     )
-    return "\n".join([title, "", *markdown(("query", "seconds", "CPU seconds", "memory, MB", "rows"), rows)]) + "\n"
+    header = ("query", "seconds", "CPU seconds", "memory, MB", "rows")
+    return "\n".join([title, "", *report.markdown(header, rows)]) + "\n"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Hub, actors and trainer share this machine. On a machine with few cores groups/s
 CPU time per group is the figure that can be compared with other machines.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from benchmarks.stream_actors import GROUP_SIZE, NUM_TOKENS, Cell
 from benchmarks.stream_hub import HubUnderLoad, SimulatedTrainer
 from benchmarks.stream_store import measure_segments
 from pipelinerl_core.errors import ConfigError, PipelineRLError
-from pipelinerl_core.roles.runtime.process import keep_freed_memory, limit_threads
+from pipelinerl_core.roles.runtime.process import exit_codes, keep_freed_memory, limit_threads
 
 STEP_DEADLINE_SECONDS = 60.0
 _WARM_UP_SECONDS = 2.0
@@ -142,20 +141,18 @@ def _log(text: str) -> None:
     sys.stderr.flush()
 
 
-def main() -> None:
+@exit_codes
+def main() -> int:
     """Print a table, or one JSON document with --json."""
-    parser = argparse.ArgumentParser(prog="benchmarks stream", description=(__doc__ or "").partition("\n")[0])
+    parser = report.parser(__doc__)
     parser.add_argument("--short", action="store_true", help="fewer rows and less time: half a minute")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     options = parser.parse_args()
     limit_threads(1)
     keep_freed_memory()
-    try:
-        result = measure(SHORT if options.short else FULL)
-    except PipelineRLError as error:
-        sys.exit(f"bench stream: {error}")
+    result = measure(SHORT if options.short else FULL)
     report.write(result, table, as_json=options.json)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

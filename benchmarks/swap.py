@@ -10,7 +10,6 @@ while this thread computed. Memory is what the resident memory of the process gr
 included, in models.
 """
 
-import argparse
 import asyncio
 import mmap
 import os
@@ -170,12 +169,11 @@ def milliseconds(seconds: float) -> str:
 @exit_codes
 def main() -> int:
     """Command line of the benchmark."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = report.parser(__doc__)
     parser.add_argument("--model", default="135m", choices=tuple(SIZES), help="shapes of the random model")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--rank", type=int, default=0, help="of adapters, measured too; 0: all weights alone")
     parser.add_argument("--versions", type=int, default=8)
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     limit_threads(1)
     with TemporaryDirectory(prefix="pipelinerl-bench-") as directory:

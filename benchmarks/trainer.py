@@ -5,7 +5,6 @@ sent or trained. Figures are medians over rounds. Release 0.1.0 did all parts be
 are done while the ranks compute, or not at all.
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -98,12 +97,11 @@ def table(result: dict[str, Any]) -> str:
 @exit_codes
 def main() -> int:
     """Command line of the benchmark."""
-    parser = argparse.ArgumentParser(prog="benchmarks trainer", description=(__doc__ or "").splitlines()[0])
+    parser = report.parser(__doc__)
     parser.add_argument("--groups", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of each completion")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     limit_threads(1)
     result = measure(options.groups, options.tokens, options.ranks, options.rounds)

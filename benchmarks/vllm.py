@@ -5,7 +5,6 @@ counts. Bare AsyncLLM returns final outputs only. A bare swap is pause_generatio
 update and resume_generation, with the same file.
 """
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -29,8 +28,8 @@ from benchmarks.engine_load import (
 from pipelinerl_core.engine.vllm.core import VLLMCore
 from pipelinerl_core.engine.vllm.engine import VLLMEngine
 from pipelinerl_core.engine.vllm.weights import StagedWeights
-from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.interfaces import WeightUpdate
+from pipelinerl_core.roles.runtime.process import exit_codes
 from pipelinerl_core.types import Int32Array
 
 try:
@@ -53,21 +52,19 @@ DEADLINE_SECONDS = 300.0
 Generate = Callable[[Int32Array], Awaitable[int]]
 
 
-def main() -> None:
+@exit_codes
+def main() -> int:
     """Print a table, or one JSON document with --json."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = report.parser(__doc__)
     parser.add_argument("--model", type=Path, help="model directory (default: a random Qwen2 of 0.8 M parameters)")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.model or Path(temporary)
         if options.model is None:
             random_model("tiny").save_pretrained(temporary)
-        try:
-            result = asyncio.run(asyncio.wait_for(measure(directory), DEADLINE_SECONDS))
-        except PipelineRLError as error:
-            sys.exit(f"bench vllm: {error}")
+        result = asyncio.run(asyncio.wait_for(measure(directory), DEADLINE_SECONDS))
     report.write(result, table, as_json=options.json)
+    return 0
 
 
 async def measure(directory: Path) -> dict[str, Any]:
@@ -218,4 +215,4 @@ async def _bare_swap(core: VLLMCore, path: str, version: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
