@@ -1,9 +1,10 @@
-"""What this host has: processors with units for bfloat16, and cores for roles.
+"""What this host has: processors with units for bfloat16, cores for roles, and addresses of its own.
 
 placement.cores=own: the trainer gets the first placement.threads cores, actor-0 the next, and so on; other processes
 use any core.
 """
 
+import ipaddress
 import os
 import re
 import shutil
@@ -40,6 +41,14 @@ def gpu_capability() -> float | None:
         return min((float(line) for line in answer.split()), default=None)
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host can connect to an address. Every name other than localhost counts as reachable."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def own_cores(config: RunConfig, role: str) -> list[int] | None:

@@ -34,6 +34,7 @@ def serve(
     from urllib.parse import quote
 
     from pipelinerl_core.errors import ConfigError
+    from pipelinerl_core.host import is_loopback
     from pipelinerl_core.report.root_pages import RootPages
     from pipelinerl_core.report.web import build_server
     from pipelinerl_core.run.locate import root_url
@@ -42,7 +43,7 @@ def serve(
     given = os.environ.get(TOKEN_VARIABLE, "")
     if not given.isascii():
         raise ConfigError(f"{TOKEN_VARIABLE}: must be ASCII text")
-    token = given or ("" if _is_loopback(host) else secrets.token_urlsafe(18))
+    token = given or ("" if is_loopback(host) else secrets.token_urlsafe(18))
     store = open_store(root_url(root))
     server = build_server(RootPages(store), host, port, allowed_host or (), token)
     query = "" if given or not token else f"?token={quote(token)}"  # a token of the environment stays out of logs
@@ -56,12 +57,3 @@ def serve(
         say("the pages are closed; runs continue")
     finally:
         server.server_close()
-
-
-def _is_loopback(host: str) -> bool:
-    from ipaddress import ip_address
-
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False

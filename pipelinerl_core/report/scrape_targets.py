@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipelinerl_core.errors import MissingObject, StoreError
+from pipelinerl_core.host import is_loopback
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import ROLES_PREFIX, RoleRecord
@@ -61,10 +62,5 @@ def targets(store: ObjectStore) -> list[dict[str, Any]]:
             "labels": {"run": record.run_id, "role": record.role, "name": record.name, "host": record.host},
         }
         for record in live_roles(store)
-        if record.host == here or not _is_loopback(record.url)
+        if record.host == here or not is_loopback(urlsplit(record.url).hostname or "")
     ]
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    return host in ("localhost", "::1") or host.startswith("127.")

@@ -1,15 +1,6 @@
-"""Addresses of a role's servers: whether other hosts can reach them, and under which URL."""
+"""The URL under which other hosts reach a role's server."""
 
-import ipaddress
 import socket
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this host can connect to an address. Every name other than localhost counts as reachable."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def reachable_url(url: str) -> str:

@@ -17,6 +17,7 @@ import pyarrow as pa
 from pipelinerl_core.channel.client import HubClient
 from pipelinerl_core.channel.refusals import error_of
 from pipelinerl_core.errors import ConfigError, HubUnavailable, RunOver
+from pipelinerl_core.host import is_loopback
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import Answer, Refused, Register, Registered, Request, Reserve, Rows, RowsHeader
 from pipelinerl_core.run.hub_status import read_hub
@@ -196,7 +197,7 @@ class HubLink:
             raise HubUnavailable(f"{HUB_KEY} does not exist: the hub has not started")
         if record.live.get("state") == "done" and (record.boot_id == self.boot_id or self._is_over()):
             raise RunOver("the run is over, its hub has ended after the last step")
-        if record.host != socket.gethostname() and _is_loopback(record.url):
+        if record.host != socket.gethostname() and is_loopback(urlsplit(record.url).hostname or ""):
             raise ConfigError(
                 f"the hub listens at {record.url} of host {record.host}, which other hosts cannot reach. Set "
                 "placement.hub_host to an address of the host that runs the train flow"
@@ -209,8 +210,3 @@ class HubLink:
         if time.monotonic() > deadline:
             raise HubUnavailable(f"no hub for {seconds:.0f} s ({error}): it was not restarted") from error
         time.sleep(_POLL_SECONDS)
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    return host.startswith("127.") or host in ("localhost", "::1")

@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from pipelinerl_core.channel.connection import CERTIFIED_NAME
 from pipelinerl_core.channel.tls import make_credentials
-from pipelinerl_core.roles.runtime.addresses import is_loopback
+from pipelinerl_core.host import is_loopback
 
 
 def test_a_certificate_is_its_keys_for_one_name_and_signs_no_other():
