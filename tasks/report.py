@@ -10,9 +10,7 @@ from prefect.cache_policies import NO_CACHE
 from pipelinerl_core.comparison.plan import PlannedRun
 from pipelinerl_core.comparison.results import Results
 from pipelinerl_core.comparison.table import markdown
-from pipelinerl_core.models.paths import resolve_model_path
 from pipelinerl_core.report.html import write_report
-from pipelinerl_core.report.samples import token_decoder
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.locate import plain_name
 
@@ -22,8 +20,7 @@ logger = logging.getLogger(__name__)
 @task(name="report", task_run_name="report", persist_result=False, cache_policy=NO_CACHE)
 def write_reports(run: RunContext) -> dict[str, Any]:
     """Write report.json, report.html and weights.parquet from the stored objects of the run; returns the report."""
-    model = resolve_model_path(run.config.model.path)
-    return write_report(run.store, decode=token_decoder(str(model)) if model else None)
+    return write_report(run.store)
 
 
 @task(name="comparison", task_run_name="comparison", persist_result=False, cache_policy=NO_CACHE)

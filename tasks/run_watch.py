@@ -27,7 +27,6 @@ from pipelinerl.tasks.notifications import REPORT_LABEL, label_flow_run
 from pipelinerl.tasks.placement import RUN_THREAD
 from pipelinerl.tasks.suspension import LOOK_SECONDS, why_drain
 from pipelinerl_core.errors import DeadlineExceeded, MissingObject, StoreError
-from pipelinerl_core.models.paths import resolve_model_path
 from pipelinerl_core.report.equal_rewards import (
     WARN_STEPS,
     comparison_text,
@@ -95,8 +94,7 @@ class RunWatch:
         self._alarms = Alarms(run.run_id)
         self._forwarder = Forwarder(self._follower, tracker)
         self._tracker = tracker
-        model = resolve_model_path(run.config.model.path)
-        self._decode = token_decoder(str(model)) if model else None
+        self._decode = token_decoder(run.config.model.path)
         self._table = RolloutTable(run.store, run.config.trainer.steps, self._decode)
         self._has_warned = False
         self._table_at = -TABLE_SECONDS

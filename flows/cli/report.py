@@ -13,14 +13,11 @@ def report(run: Run, root: Root = "", as_json: Json = False) -> None:
     Examples: `pipelinerl report latest`, `pipelinerl report quickstart-1a2b3c4d --root s3://bucket/runs`
     """
     from pipelinerl.flows.cli.training import report_location, summary
-    from pipelinerl_core.models.paths import resolve_model_path
     from pipelinerl_core.report.html import write_report
-    from pipelinerl_core.report.samples import token_decoder
     from pipelinerl_core.run.context import open_run
     from pipelinerl_core.run.locate import locate_run
 
     context = open_run(locate_run(run, root))
-    model = resolve_model_path(context.config.model.path)
-    document = write_report(context.store, decode=token_decoder(str(model)) if model else None)
+    document = write_report(context.store)
     root_of_run = context.store.url.rpartition("/")[0]
     answer(document, summary(document, report_location(context.run_id, root_of_run)), as_json=as_json)

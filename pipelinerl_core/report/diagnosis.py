@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl_core.models.paths import resolve_model_path
 from pipelinerl_core.report.facts import NEWEST_STEPS, RunFacts, TrainedRollout
-from pipelinerl_core.report.samples import tokenizer_in
+from pipelinerl_core.report.samples import find_tokenizer
 from pipelinerl_core.rollouts.task_columns import task_columns
 from pipelinerl_core.telemetry.log_lines import printable
 
@@ -71,8 +70,7 @@ def text_decoder(model_path: str) -> Decoder | None:
 
     Raises ConfigError for an unknown built-in model.
     """
-    directory = resolve_model_path(model_path)
-    tokenizer = tokenizer_in(directory) if directory is not None else None
+    tokenizer = find_tokenizer(model_path)
     if tokenizer is None:
         return None
     return lambda ids: str(tokenizer.decode(ids[:_MAX_TOKENS].tolist(), skip_special_tokens=True))

@@ -57,7 +57,6 @@ WEIGHTS_SCHEMA = pa.schema(
 def report_of(facts: RunFacts) -> dict[str, Any]:
     """report.json of a run, finished or live, as JSON values; a figure without a value is None."""
     commits = list(facts.commits.values())
-    model_path = str(facts.run.config.get("model", {}).get("path", ""))
     use = utilization.actor_use(commits)
     trainer_idle = utilization.trainer_idle_fraction(commits)
     actor_idle = use.idle_fraction if use else None
@@ -80,7 +79,7 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
     if reward is None:
         warnings.append(unmoved_advice(commits, facts.run.config))
     else:
-        next_step = TINY_STEP if model_path.startswith(TINY_PREFIX) else NEXT_STEP
+        next_step = TINY_STEP if facts.run.model_path.startswith(TINY_PREFIX) else NEXT_STEP
         first = headline(reward, len(facts.steps), is_over=True)
         warnings.insert(0, f"{_sentence(first)} {comparison_text(facts.run.config)} {next_step}")
     if alarm := alarm_text(commits):  # before anything else: the run has trained on tokens of unknown versions
@@ -112,7 +111,7 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         "group_spread": spread,
         "equal_reward": reward,
         "warning": " ".join(filter(None, warnings)) or None,
-        "findings": as_documents(diagnose(facts, text_decoder(model_path))),
+        "findings": as_documents(diagnose(facts, text_decoder(facts.run.model_path))),
         "mlflow": _mlflow(facts.run),
         **findings,
         "ledger": dict(commits[-1].tokens) if commits else {},

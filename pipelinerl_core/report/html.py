@@ -54,7 +54,7 @@ def _report(store: ObjectStore, facts: RunFacts, decode: Decode | None) -> dict[
     report = report_of(facts)
     example = None
     if report["equal_reward"] is not None:
-        decode = decode or samples.token_decoder(str(facts.run.config.get("model", {}).get("path", "")))
+        decode = decode or samples.token_decoder(facts.run.model_path)
         example = example_of(store, facts.trained_commits[-1], facts.run.config, decode)
     return {**report, "equal_reward_example": example}
 
@@ -67,7 +67,7 @@ def _page(
     *,
     has_browser: bool = False,
 ) -> str:
-    decode = decode or samples.token_decoder(str(facts.run.config.get("model", {}).get("path", "")))
+    decode = decode or samples.token_decoder(facts.run.model_path)
     page = string.Template((_TEMPLATES / "report.html").read_text(encoding="utf-8"))
     return page.substitute(
         css=styles(),

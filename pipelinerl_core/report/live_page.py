@@ -126,7 +126,7 @@ class LivePage:
             except ConfigError as error:
                 problem = str(error)
         else:
-            texts = text_decoder(str(self._follower.run.config.get("model", {}).get("path", "")))
+            texts = text_decoder(self._follower.run.model_path)
             for step in named:
                 rows = read_batch(self._store, self._commit(step))
                 listings.append(listing_of(rows, replace(wanted, step=str(step)), texts))

@@ -104,7 +104,7 @@ def run_status(store: ObjectStore) -> dict[str, Any]:
     hub = watch.find_live()
     silent_seconds = 0.0 if hub is not None else max(HEARTBEAT_SECONDS, _HUB_SILENCE_SECONDS)
     status = status_of(follower, hub or watch.look(), role_progress(store), silent_seconds=silent_seconds)
-    decode = text_decoder(str(follower.run.config.get("model", {}).get("path", "")))
+    decode = text_decoder(follower.run.model_path)
     return {**status, "findings": as_documents(diagnose(newest_facts(follower), decode))}
 
 

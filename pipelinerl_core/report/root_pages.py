@@ -9,7 +9,6 @@ from typing import Any
 
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, StoreUnavailable
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.models.paths import resolve_model_path
 from pipelinerl_core.report.live_page import PAGE_SHARE, LivePage
 from pipelinerl_core.report.run_list import ListedRun, Wanted, list_runs, sorted_runs
 from pipelinerl_core.report.runs_page import runs_page
@@ -150,8 +149,7 @@ def _open_page(url: str) -> LivePage:
     """Raises ConfigError if there is no such run, StoreError."""
     store = open_store(url)
     try:
-        config = RunFollower(store).run.config
+        record = RunFollower(store).run
     except MissingObject:
         raise ConfigError(f"{url}: no such run") from None
-    model = resolve_model_path(str(config.get("model", {}).get("path", "")))
-    return LivePage(store, token_decoder(str(model)) if model else None)
+    return LivePage(store, token_decoder(record.model_path))

@@ -243,7 +243,7 @@ def _read(store: ObjectStore, record: RunRecord, watch: HubWatch, commits: Commi
         state="finished" if is_over else "running" if watch.find_live() else "stopped",
         step=step,
         steps=steps,
-        model=str(record.config.get("model", {}).get("path", "")),
+        model=record.model_path,
         preset=record.preset,
         given_name=_tracking(record).get("name", ""),
         owner=record.owner,

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from tokenizers import Tokenizer
 
 from pipelinerl_core.errors import BrokenRecord, ChecksumMismatch, MissingObject
 from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.models.paths import resolve_model_path
 from pipelinerl_core.report.facts import RunFacts, TrainedRollout, read_batch
 from pipelinerl_core.rollouts.task_columns import task_columns
 from pipelinerl_core.run.records import Commit, EvalRecord
@@ -39,17 +39,24 @@ _RETURN = "&#8629;\n"
 
 
 def token_decoder(model_path: str) -> Decode | None:
-    """A function from token id to text, by the tokenizer.json of a model directory; None without this file."""
-    tokenizer = tokenizer_in(Path(model_path))
+    """A function from token id to text, by the tokenizer of `model.path`; None without it.
+
+    Raises ConfigError for an unknown built-in model.
+    """
+    tokenizer = find_tokenizer(model_path)
     if tokenizer is None:
         return None
     return lambda token_id: str(tokenizer.decode([token_id], skip_special_tokens=False))
 
 
-def tokenizer_in(directory: Path) -> Tokenizer | None:
-    """The tokenizer.json of a model directory; None, with a warning in the log, if the file is missing or broken."""
-    path = directory / "tokenizer.json"
-    if not path.is_file():
+def find_tokenizer(model_path: str) -> Tokenizer | None:
+    """The tokenizer.json of `model.path`; None if the file is missing or, with a warning in the log, broken.
+
+    Raises ConfigError for an unknown built-in model.
+    """
+    directory = resolve_model_path(model_path)
+    path = directory / "tokenizer.json" if directory is not None else None
+    if path is None or not path.is_file():
         return None
     try:
         return Tokenizer.from_file(str(path))

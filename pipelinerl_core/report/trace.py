@@ -21,7 +21,6 @@ from pipelinerl_core.data.trained import TrainedRows
 from pipelinerl_core.errors import ConfigError, MissingObject, PipelineRLError, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import FateRecord, SwapRecord
-from pipelinerl_core.models.paths import resolve_model_path
 from pipelinerl_core.report.samples import plain_text, token_decoder
 from pipelinerl_core.rollouts.task_columns import task_columns
 from pipelinerl_core.run.follow import RunFollower
@@ -150,8 +149,7 @@ class TracedRun:
     @cached_property
     def decode(self) -> Any:
         """A function from token id to text; None without the model's tokenizer."""
-        model = resolve_model_path(str(self.follower.run.config.get("model", {}).get("path", "")))
-        return token_decoder(str(model)) if model is not None else None
+        return token_decoder(self.follower.run.model_path)
 
     @property
     def keep_rows(self) -> int:

@@ -236,6 +236,11 @@ class RunRecord(Record):
     files: dict[str, str] = {}
     """Setting -> digest of the rows or the model that it names (run/local_files.py)."""
 
+    @property
+    def model_path(self) -> str:
+        """model.path; empty: not recorded."""
+        return str(self.config.get("model", {}).get("path", ""))
+
     @field_validator("config")
     @classmethod
     def _with_recorded_meaning(cls, config: dict[str, Any]) -> dict[str, Any]:
