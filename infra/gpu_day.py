@@ -106,7 +106,7 @@ STAGES: dict[int, tuple[str, tuple[Part, ...]]] = {
     )),
     6: ("schedules on one card", (
         day("schedules", "schedules", 340, toy=TOY),
-        day("SmolLM2", "smollm2", 330, toy=None),
+        day("SmolLM2", "quickstart", 330, "--preset", "smollm2", toy=None),
     )),
 }  # fmt: skip
 
