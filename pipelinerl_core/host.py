@@ -1,23 +1,26 @@
-"""What this host has: processors with units for bfloat16, cores for roles, and addresses of its own.
+"""What this host has: processors with units for bfloat16, GPUs, cores for roles, and addresses of its own.
 
 placement.cores=own: the trainer gets the first placement.threads cores, actor-0 the next, and so on; other processes
 use any core.
 """
 
 import ipaddress
+import logging
 import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 _CPU = Path("/proc/cpuinfo")
 _CPU_UNITS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 """Flags of x86 processors, and of Arm processors."""
-_SECONDS = 10.0
 
 
 def cpu_has_bfloat16(cpu: Path = _CPU) -> bool:
@@ -30,16 +33,25 @@ def cpu_has_bfloat16(cpu: Path = _CPU) -> bool:
     return not _CPU_UNITS.isdisjoint(flags.split())
 
 
-def gpu_capability() -> float | None:
-    """Lowest compute capability of the host's NVIDIA GPUs; None without a GPU."""
+def nvidia_smi(fields: Sequence[str], *options: str, seconds: float = 10.0) -> list[list[str]]:
+    """A row of cells for each NVIDIA GPU; empty without a driver, or if the driver does not answer."""
     command = shutil.which("nvidia-smi")
     if command is None:
-        return None
-    query = [command, "--query-gpu=compute_cap", "--format=csv,noheader"]
+        return []
+    query = [command, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", *options]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
-        return min((float(line) for line in answer.split()), default=None)
-    except (OSError, subprocess.SubprocessError, ValueError):
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=seconds, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.debug("nvidia-smi: %s", error)
+        return []
+    return [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.strip()]
+
+
+def gpu_capability() -> float | None:
+    """Lowest compute capability of the host's NVIDIA GPUs; None without a GPU."""
+    try:
+        return min((float(capability) for (capability,) in nvidia_smi(["compute_cap"])), default=None)
+    except ValueError:
         return None
 
 

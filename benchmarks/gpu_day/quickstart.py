@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,6 +18,7 @@ import psutil
 
 from benchmarks.gpu_day.local_run import LocalRun
 from benchmarks.gpu_day.part import emit, has_card
+from pipelinerl_core.host import nvidia_smi
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.supervision.role_commands import module_command
 from pipelinerl_core.tools.audit import Audit
@@ -81,10 +81,7 @@ class Watch:
 
 def gpu_megabytes() -> int | None:
     """Memory in use on the first GPU, by all processes; None without a driver."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
-    with suppress(OSError, subprocess.SubprocessError, ValueError):
-        return int(subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout)
-    return None
+    return next((int(used) for (used,) in nvidia_smi(["memory.used"], "--id=0") if used.isdecimal()), None)
 
 
 def main() -> int:

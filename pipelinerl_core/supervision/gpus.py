@@ -11,9 +11,7 @@ link, never writes a file of another user and never waits for a lock without a d
 
 import fcntl
 import os
-import shutil
 import stat
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,6 +22,7 @@ from threading import Event
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.gpu_counts import gpus_of, needed_gpus
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded
+from pipelinerl_core.host import nvidia_smi
 
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 CLAIMS = Path("/dev/shm/pipelinerl-gpus")
@@ -31,7 +30,7 @@ CLAIM_SECONDS = 60.0
 """How long a role waits for GPUs of another role that is ending."""
 _POLL_SECONDS = 0.5
 _QUERY_SECONDS = 20.0
-_QUERY = ("--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
+_FIELDS = ("index", "uuid", "name", "memory.total")
 _MIB = 2**20
 _CHOICE = "all"
 """The lock of the process that chooses GPUs, held for milliseconds."""
@@ -52,23 +51,15 @@ class Gpu:
 
 def inventory() -> tuple[Gpu, ...]:
     """The GPUs of this host that CUDA_VISIBLE_DEVICES of this process allows; empty without an NVIDIA driver."""
-    command = shutil.which("nvidia-smi")
     allowed = os.environ.get(DEVICES_VARIABLE)
-    if command is None or allowed == "":
+    if allowed == "":
         return ()
     try:
-        printed = subprocess.run(
-            [command, *_QUERY], capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True
-        ).stdout
-        gpus = [_parse(line) for line in printed.splitlines() if line.strip()]
-    except (OSError, subprocess.SubprocessError, ValueError):
+        rows = nvidia_smi(_FIELDS, seconds=_QUERY_SECONDS)
+        gpus = [Gpu(index, uuid, name, int(mib) * _MIB) for index, uuid, name, mib in rows]
+    except ValueError:
         return ()
     return tuple(gpus) if allowed is None else _allowed(gpus, allowed)
-
-
-def _parse(line: str) -> Gpu:
-    index, uuid, name, mib = (part.strip() for part in line.split(","))
-    return Gpu(index, uuid, name, int(mib) * _MIB)
 
 
 def _allowed(gpus: list[Gpu], allowed: str) -> tuple[Gpu, ...]:

@@ -5,16 +5,13 @@ MLflow's monitor is not used, because the monitor stops after the first outage o
 roles.
 """
 
-import logging
-import shutil
-import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import psutil
 
-logger = logging.getLogger(__name__)
+from pipelinerl_core.host import nvidia_smi
 
 PREFIX = "system"
 
@@ -33,20 +30,20 @@ class SystemSampler:
         self._run_url = run_url
         self._flow = psutil.Process()
         self._cpu: dict[tuple[int, float], float] = {}
-        self._read_gpus = gpu_reader()
         psutil.cpu_percent(None)  # the first call starts the measurement
         self._sampled_at = time.monotonic()
         self._roles()
 
     def __call__(self) -> dict[str, float]:
         """Metric -> value; CPU is the mean since the previous call."""
+        gpus = gpu_figures(nvidia_smi(_SMI_FIELDS, seconds=_SMI_SECONDS))
         memory = psutil.virtual_memory()
         return {
             f"{PREFIX}/cpu_utilization_percentage": psutil.cpu_percent(None),
             f"{PREFIX}/system_memory_usage_megabytes": memory.used / _MEGABYTE,
             f"{PREFIX}/system_memory_usage_percentage": 100.0 * memory.used / memory.total,
             **self._roles(),
-            **{f"{PREFIX}/{key}": value for key, value in self._read_gpus().items()},
+            **{f"{PREFIX}/{key}": value for key, value in gpus.items()},
         }
 
     def _roles(self) -> dict[str, float]:
@@ -95,32 +92,13 @@ class SystemSampler:
         return options.get("--name", role)
 
 
-def gpu_reader() -> Callable[[], dict[str, float]]:
-    """A function that reads the GPUs of this host with nvidia-smi; returns {} without this command."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return dict
-    query = [command, f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits"]
+def gpu_figures(rows: Iterable[Sequence[str]]) -> dict[str, float]:
+    """Metrics of rows (index, percent, MiB used, MiB in all, watts); missing values ("[N/A]") are left out.
 
-    def read() -> dict[str, float]:
-        try:
-            answer = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True)
-        except (OSError, subprocess.SubprocessError) as error:
-            logger.debug("nvidia-smi: %s", error)
-            return {}
-        return parse_gpus(answer.stdout)
-
-    return read
-
-
-def parse_gpus(text: str) -> dict[str, float]:
-    """Metrics of lines "index, percent, MiB used, MiB in all, watts"; missing values ("[N/A]") are left out.
-
-    Example: "0, 42, 1024, 4096, 70.5" has gpu_0_memory_usage_percentage 25.
+    Example: ("0", "42", "1024", "4096", "70.5") has gpu_0_memory_usage_percentage 25.
     """
     values: dict[str, float] = {}
-    for line in text.strip().splitlines():
-        index, *cells = (cell.strip() for cell in line.split(","))
+    for index, *cells in rows:
         busy, used, total, watts = (parse_number(cell) for cell in cells)
         megabytes = used * _MEBIBYTE / _MEGABYTE if used is not None else None
         percentage = 100.0 * used / total if used is not None and total else None

@@ -8,9 +8,10 @@ import time
 
 import pytest
 
-from pipelinerl_core.telemetry import system
+from pipelinerl_core import host
+from pipelinerl_core.host import nvidia_smi
 from pipelinerl_core.telemetry.metrics import METRICS
-from pipelinerl_core.telemetry.system import SystemSampler, gpu_reader, parse_gpus
+from pipelinerl_core.telemetry.system import SystemSampler, gpu_figures
 
 URL = "file:///runs/one"
 BUSY = """
@@ -55,8 +56,9 @@ def test_the_host_and_each_role_of_the_run_are_measured(start):
     assert [key for key in values if not any(fnmatch.fnmatch(key, pattern) for pattern in patterns)] == []
 
 
-def test_gpus_are_read_from_nvidia_smi():
-    assert parse_gpus("0, 42, 1024, 4096, 70.5\n1, [N/A], 0, 4096, [N/A]\n") == {
+def test_the_figures_of_gpus_are_those_of_nvidia_smi():
+    rows = [("0", "42", "1024", "4096", "70.5"), ("1", "[N/A]", "0", "4096", "[N/A]")]
+    assert gpu_figures(rows) == {
         "gpu_0_utilization_percentage": 42.0,
         "gpu_0_memory_usage_megabytes": 1024 * 2**20 / 1e6,
         "gpu_0_memory_usage_percentage": 25.0,
@@ -64,11 +66,11 @@ def test_gpus_are_read_from_nvidia_smi():
         "gpu_1_memory_usage_megabytes": 0.0,
         "gpu_1_memory_usage_percentage": 0.0,
     }
-    assert parse_gpus("") == {}
+    assert gpu_figures([]) == {}
 
 
 def test_a_host_without_nvidia_smi_or_with_a_broken_nvidia_smi_has_no_gpus(monkeypatch, tmp_path):
-    monkeypatch.setattr(system.shutil, "which", lambda name: None)
-    assert gpu_reader()() == {}
-    monkeypatch.setattr(system.shutil, "which", lambda name: "/bin/false")
-    assert gpu_reader()() == {}
+    monkeypatch.setattr(host.shutil, "which", lambda name: None)
+    assert nvidia_smi(["index"]) == []
+    monkeypatch.setattr(host.shutil, "which", lambda name: "/bin/false")
+    assert nvidia_smi(["index"]) == []
