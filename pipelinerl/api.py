@@ -324,14 +324,10 @@ class Run:
 
     def _with_text(self, table: "pa.Table") -> "pa.Table":
         import pyarrow as pa
-        from tokenizers import Tokenizer
 
-        from pipelinerl_core.models.paths import require_model
+        from pipelinerl_core.report.query.text import tokenizer_of
 
-        path = require_model(self.config.model.path) / "tokenizer.json"
-        if not path.is_file():
-            raise ConfigError(f"{path} does not exist: pass text=False, and decode the ids with your own tokenizer")
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = tokenizer_of(self.config.model.path)
         for name in ("prompt", "completion"):
             ids = table.column(f"{name}_token_ids").to_pylist()
             table = table.append_column(name, pa.array(tokenizer.decode_batch(ids, skip_special_tokens=False)))

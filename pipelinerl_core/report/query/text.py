@@ -14,7 +14,7 @@ def tokenizer_of(model_path: str) -> Tokenizer:
     """The tokenizer of a model. Raises ConfigError if this host lacks it."""
     path = require_model(model_path) / "tokenizer.json"
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist: without a tokenizer, read token ids instead of text")
+        raise ConfigError(f"{path} does not exist: without a tokenizer, read token ids (in Python: text=False)")
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - tokenizers raises Exception
