@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipelinerl_core.environments.api import Ask, json_text
-from pipelinerl_core.sandbox.user_code import Invalid, checked_components, finite_number, is_component, load
+from pipelinerl_core.sandbox.user_code import Invalid, checked_components, finite_number, is_component, keywords, load
 
 
 class UserEnvironment:
@@ -95,24 +95,13 @@ class UserEnvironment:
             raise Invalid(f"{error}{_place(self._score)}") from None
 
     def _check_options(self, environment_class: type, options: Mapping[str, Any]) -> None:
-        parameters = list(inspect.signature(environment_class).parameters.values())
-        named = [
-            parameter
-            for parameter in parameters
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        ]
-        known = [parameter.name for parameter in named]
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        if unknown := [name for name in options if name not in known and not takes_all]:
+        is_required, takes_all = keywords(environment_class)
+        if unknown := [name for name in options if name not in is_required and not takes_all]:
             raise Invalid(
                 f"environment.options.{unknown[0]}: {self._name} has no such option. "
-                f"Options: {', '.join(known) or 'none'}"
+                f"Options: {', '.join(is_required) or 'none'}"
             )
-        if missing := [
-            parameter.name
-            for parameter in named
-            if parameter.default is parameter.empty and parameter.name not in options
-        ]:
+        if missing := [name for name, required in is_required.items() if required and name not in options]:
             raise Invalid(f"environment.options.{missing[0]} is not set, but {self._name} requires this option")
 
     def _checked_weights(self, replaced: Mapping[str, float]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipelinerl_core.rewards.verifiers import Components
-from pipelinerl_core.sandbox.user_code import Invalid, checked_components, finite_number, load
+from pipelinerl_core.sandbox.user_code import Invalid, checked_components, finite_number, keywords, load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,17 +83,10 @@ class RewardFunction:
             raise Invalid(f"{self._name} has positional-only parameters, but is called by parameter names")
         if inspect.iscoroutinefunction(self._function) and not self._spec.has_network:
             raise Invalid(f"{self._name} is async, which requires reward.network=true. Use `def`, or set the key")
-        named = [
-            parameter
-            for parameter in parameters
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        ]
-        names = {parameter.name for parameter in named}
+        self._is_required, self._takes_all = keywords(self._function)
+        names = self._is_required.keys()
         # A function that names `text` has a column of that name in mind.
         self._form = next((form for mark, form in _FORMS.items() if mark in names and "text" not in names), _own)
-        self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        self._optional = {parameter.name for parameter in named if parameter.default is not parameter.empty}
-        self._required = [parameter.name for parameter in named if parameter.default is parameter.empty]
 
     @property
     def has_verl_form(self) -> bool:
@@ -106,14 +99,13 @@ class RewardFunction:
         Raises Invalid if the row lacks a parameter or the result is no reward, and any exception of the function.
         """
         available = self._form(text, task)
-        if missing := [name for name in self._required if name not in available]:
+        if missing := [name for name, required in self._is_required.items() if required and name not in available]:
             raise Invalid(
                 f"{self._name} has the parameter {missing[0]}, but the prompt's row has no such column. "
                 f"Available: {', '.join(sorted(available))}. Signatures: (text, prompt, answer, COLUMN, ...), TRL's "
                 "(prompts, completions, COLUMN, ...), verl's (data_source, solution_str, ground_truth, extra_info)"
             )
-        known = {*self._required, *self._optional}
-        values = {name: value for name, value in available.items() if self._takes_all or name in known}
+        values = {name: value for name, value in available.items() if self._takes_all or name in self._is_required}
         result = self._function(**values)
         if inspect.iscoroutine(result):
             result = asyncio.run(result)

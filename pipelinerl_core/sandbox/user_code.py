@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from numbers import Rational, Real
@@ -89,6 +89,17 @@ def _import_inner(code: str) -> None:
         for name in names:
             with suppress(Exception):  # any exception of the module
                 import_module(name)
+
+
+def keywords(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
+    """The parameters that are given by name -> whether they are required; and whether any other name is accepted."""
+    parameters = inspect.signature(function).parameters.values()
+    named = {
+        parameter.name: parameter.default is parameter.empty
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    return named, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def is_own(file_name: str, file: str) -> bool:
