@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,10 +99,10 @@ def parts_of(options: argparse.Namespace) -> list[Part]:
     pack = {"size": f"{options.learner_tokens:,} tokens per pack", "options": "--learner-tokens"}
     how: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "pack_tokens": options.learner_tokens}
     for size in options.learner_sizes:
-        measure = partial(_measure_learner, size, **how)
+        measure = partial(_measure, "learner", size, **how)
         parts.append(Part(table="learner", name=f"learner {size}", measure=measure, **pack))
         for kind in ATTENTION_KINDS:
-            measure = partial(_measure_attention, size, kind, **how)
+            measure = partial(_measure, "attention", size, kind, **how)
             parts.append(Part(table="attention", name=f"attention {kind}, learner {size}", measure=measure, **pack))
     return parts
 
@@ -190,22 +191,14 @@ def _free_memory() -> None:
 def _measure_engine(kind: str, slots: int, options: argparse.Namespace) -> dict[str, Any]:
     if kind == "vllm" and find_spec("vllm") is None:
         raise report.NotMeasured("the package vllm is not installed. make install ENGINE=vllm")
-    # The imports are here and below, so that a missing package ends only the parts that need the package.
-    from benchmarks.gpu_engine import measure_engine
-
-    return measure_engine(kind, slots, options)
+    return _measure("engine", kind, slots, options)
 
 
-def _measure_learner(size: str, **how: Any) -> dict[str, Any]:
-    from benchmarks.gpu_learner import measure_learner
-
-    return measure_learner(size, **how)
-
-
-def _measure_attention(size: str, kind: Any, **how: Any) -> dict[str, Any]:
-    from benchmarks.gpu_attention import measure_attention
-
-    return measure_attention(size, kind, **how)
+def _measure(name: str, *arguments: Any, **how: Any) -> dict[str, Any]:
+    # Imported here, so that a missing package ends only the parts that need the package.
+    measure = getattr(import_module(f"benchmarks.gpu_{name}"), f"measure_{name}")
+    row: dict[str, Any] = measure(*arguments, **how)
+    return row
 
 
 def _problem(options: argparse.Namespace) -> str | None:
