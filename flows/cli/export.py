@@ -13,7 +13,7 @@ def export(
     run: Run,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory to create; must not exist.")],
     version: Annotated[
-        str, typer.Option(help="Number of a step, or last. A version that is not durable is computed again.")
+        str, typer.Option(help="Number of a step, or last. A CPU computes versions that are not durable again.")
     ] = "last",
     root: Root = "",
     as_json: Json = False,

@@ -95,8 +95,8 @@ def local_server(root: str) -> Iterator[str]:
 
 @contextmanager
 def _home(root: str) -> Iterator[Path]:
-    """<root>/.prefect, locked for this process; if another process holds the lock or another user has made the
-    directory, a temporary directory.
+    """<root>/.prefect, locked for this process; if another process holds the lock, another user has made the
+    directory, or it cannot be written, a temporary directory.
 
     Two servers on one SQLite database would block each other.
     """
@@ -106,7 +106,7 @@ def _home(root: str) -> Iterator[Path]:
         try:
             lock = stack.enter_context((private_directory(home) / "lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
+        except OSError:  # also of a file system that is read-only or has no locks
             home = stack.enter_context(temporary_directory())
         yield home
 
@@ -126,6 +126,7 @@ def _copy_empty_database(database: Path) -> None:
             shutil.copyfile(cached, new)
             with closing(sqlite3.connect(new)) as copy:
                 is_intact = copy.execute("PRAGMA quick_check").fetchone() == ("ok",)
+                copy.execute("SELECT * FROM alembic_version")  # an empty file is a database without tables
             if is_intact:
                 new.replace(database)
     new.unlink(missing_ok=True)
@@ -143,6 +144,7 @@ def _keep_empty_database(database: Path) -> None:
             try:
                 own.write(new.read_bytes())
                 own.flush()
+                os.fsync(own.fileno())
                 os.replace(own.name, cached)
             except OSError:
                 os.unlink(own.name)

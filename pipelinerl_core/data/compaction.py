@@ -42,6 +42,7 @@ from pipelinerl_core.run.records import (
     rollout_key,
 )
 from pipelinerl_core.storage.digests import read_verified
+from pipelinerl_core.storage.keys import delete_with_folders
 from pipelinerl_core.types import GroupKey
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ def compact_rollouts(store: ObjectStore, keep: int = 0) -> int:
     if through >= 0:
         end = max((file.last for file in files if file.last <= through), default=-1)
         store.delete([steps.rollouts_key for steps in objects if steps.last <= end])
-        _delete_batches(store, [key for key in list_keys(store, BATCHES_PREFIX) if parse_step_key(key)[0] <= end])
+        delete_with_folders(store, [key for key in list_keys(store, BATCHES_PREFIX) if parse_step_key(key)[0] <= end])
         objects, files = ([steps for steps in each if steps.last > end] for each in (objects, files))
     _delete_left_over(store, objects)
     written = {(step, steps.epoch) for steps in objects for step in steps.steps}
@@ -190,15 +191,7 @@ def _delete_left_over(store: ObjectStore, objects: Sequence[StepRange]) -> None:
                 "batches of steps %d to %d stay beside their compacted rows: %s", steps.first, steps.last, error
             )
             continue
-        _delete_batches(store, sorted(left_over))
-
-
-def _delete_batches(store: ObjectStore, keys: Sequence[str]) -> None:
-    """Delete batches to which no trainer writes, and their directories, of which a run would keep one per step."""
-    store.delete(keys)
-    if remove := getattr(store, "remove_empty", None):
-        for key in keys:
-            remove(key.rpartition("/")[0])
+        delete_with_folders(store, sorted(left_over))
 
 
 def _parts(commits: Sequence[Commit]) -> Iterator[list[Commit]]:
@@ -237,7 +230,7 @@ def _write(store: ObjectStore, commits: Sequence[Commit], segments: "_Segments")
     if store.exists(key):  # another process may have written the object and deleted segments in the meantime
         return False
     store.put(key, memoryview(data))
-    _delete_batches(store, [entry.name for commit in commits for entry in commit.batches])
+    delete_with_folders(store, [entry.name for commit in commits for entry in commit.batches])
     return True
 
 

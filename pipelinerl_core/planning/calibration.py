@@ -105,8 +105,14 @@ class Calibration:
 
 
 def _row_tokens(commit: Commit) -> float:
-    """Tokens of all rollouts of a step, prompts included; those that were not computed count as the others."""
-    return commit.metrics.get("train/tokens", 0.0) / (commit.metrics.get("train/computed_fraction") or 1.0)
+    """Tokens of all rollouts of a step, prompts included. In runs from before rollout/prompt_mean, the rollouts that
+    were not computed count as the others."""
+    metrics = commit.metrics
+    share = metrics.get("train/computed_fraction") or 1.0
+    if "rollout/prompt_mean" in metrics and "rollout/length_mean" in metrics:
+        num_rollouts = metrics.get("train/rollouts", 0.0) / share
+        return num_rollouts * (metrics["rollout/prompt_mean"] + metrics["rollout/length_mean"])
+    return metrics.get("train/tokens", 0.0) / share
 
 
 def calibrate(facts: RunFacts, *others: RunFacts, cores: int = 0) -> Calibration:

@@ -9,6 +9,7 @@ from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.reading import list_keys
 from pipelinerl_core.run.records import MANIFEST_FILE, Commit, parse_step_key
+from pipelinerl_core.storage.keys import delete_with_folders
 
 ALL = "all"
 DUE = "due"
@@ -50,7 +51,7 @@ def remove_weights(store: ObjectStore, keys: Collection[str]) -> None:
     """Delete manifests before data, so that an interrupted deletion leaves no version that looks complete."""
     manifests = {key for key in keys if key.endswith(f"/{MANIFEST_FILE}")}
     store.delete(sorted(manifests))
-    store.delete(sorted(set(keys) - manifests))
+    delete_with_folders(store, sorted(set(keys) - manifests))
 
 
 def stored_versions(store: ObjectStore) -> set[int]:

@@ -1,6 +1,9 @@
-"""Checks keys of object stores: relative paths with "/" that cannot leave the root."""
+"""Keys of object stores: relative paths with "/" that cannot leave the root."""
+
+from collections.abc import Sequence
 
 from pipelinerl_core.errors import StoreError
+from pipelinerl_core.interfaces import ObjectStore
 
 HIDDEN_PREFIX = "."
 """Names that begin so belong to other programs (.nfs..., .DS_Store, .snapshot). No key has such a part, and listings
@@ -35,3 +38,12 @@ def is_visible(key: str) -> bool:
 def join_key(*parts: str) -> str:
     """Parts joined by "/", empty ones left out."""
     return "/".join(part for part in parts if part)
+
+
+def delete_with_folders(store: ObjectStore, keys: Sequence[str]) -> None:
+    """Delete objects beside which nobody writes, and on a disk their empty folders, of which a run would keep one per
+    step."""
+    store.delete(keys)
+    if remove := getattr(store, "remove_empty", None):
+        for folder in {key.rpartition("/")[0] for key in keys}:
+            remove(folder)

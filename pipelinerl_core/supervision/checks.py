@@ -11,7 +11,7 @@ import subprocess
 import sys
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from http import HTTPStatus
 from http.client import HTTPException
 from importlib.util import find_spec
@@ -42,11 +42,12 @@ from pipelinerl_core.run.local_files import check_local_files
 from pipelinerl_core.run.locate import SHARED_MEMORY, local_directory
 from pipelinerl_core.run.user_code import local_code, read_local, stored_code
 from pipelinerl_core.storage.object_store import check_writable, open_store
-from pipelinerl_core.supervision.fit import check_fit, shared_bytes
+from pipelinerl_core.supervision.fit import check_fit, shared_bytes, trained_parameters
 from pipelinerl_core.supervision.gpus import check_gpus
 from pipelinerl_core.supervision.role_commands import ending_with_parent, module_command, role_environment
 from pipelinerl_core.supervision.temporary_directories import own_temporary
 from pipelinerl_core.telemetry.redact import redact_text
+from pipelinerl_core.weights.memory import shm_directory
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +63,8 @@ PREPARE_SECONDS = 900.0
 DOWNLOAD_SECONDS = 7200.0
 """Limit of the download of a model."""
 _SMALL_FILES_BYTES = 200_000_000  # segments, batches, commits and logs of a run like the quickstart, with reserve
-_OPTIMIZER_COPIES = 3  # a checkpoint holds the weights and two moments
-_KEPT_CHECKPOINTS = 3
+_STORED_CHECKPOINTS = 4  # step 0, the newest two and the next one
+_OTHER_VERSIONS = 4  # the first and the last, and two for an evaluator
 _STAGED_MODELS = 2  # the merged model that vLLM has loaded, and the next one
 
 
@@ -118,7 +119,7 @@ def check_all(config: RunConfig, root: str, *, run: RunContext | None = None) ->
     if not is_model_there and is_hub_model(config.model.path):
         warnings += check_loading(config)  # again, now with its files
     warnings += fits if is_model_there else check_fit(config)
-    check_space(config, root)
+    check_space(config, root, run=run)
     if is_model_there:
         return [*facts, *warnings]
     # Again, now with the tokenizer: prompts are measured, first messages of environments are rendered.
@@ -478,22 +479,24 @@ def check_hub_address(config: RunConfig) -> None:
         ) from None
 
 
-def check_space(config: RunConfig, root: str) -> None:
-    """The root's disk and shared memory have enough free space for this run."""
+def check_space(config: RunConfig, root: str, *, run: RunContext | None = None) -> None:
+    """The root's disk and shared memory have enough free space for this run, or for what a run that exists lacks."""
     model_bytes = model_size(config.model.path)
+    written = local_directory(run.store.url) if run is not None else None
     version_bytes = _version_size(config, model_bytes)
     directory = local_directory(root)
     if directory is not None:
         _require_free(
             directory,
-            _stored_bytes(config),
-            f"for {_num_durable(config)} durable weight versions of {_size(version_bytes)} and {_KEPT_CHECKPOINTS} "
-            "checkpoints. Raise weights.durable_every, lower weights.keep or choose another --root",
+            _stored_bytes(config) - _used(written),
+            f"for {_num_durable(config)} durable weight versions of {_size(version_bytes)} and {_STORED_CHECKPOINTS} "
+            f"checkpoints of {_size(_checkpoint_bytes(config, version_bytes))}. Raise weights.durable_every, lower "
+            "weights.keep or choose another --root",
         )
     if config.weights.uses_shared_memory:
         _require_free(
             SHARED_MEMORY,
-            math.ceil(shared_bytes(config, version_bytes)),
+            math.ceil(shared_bytes(config, version_bytes)) - _used(shm_directory(run.run_id) if run else None),
             f"for weight versions of {_size(version_bytes)}. "
             "Enlarge it (docker run --shm-size) or set weights.transport=object_store",
         )
@@ -519,20 +522,26 @@ def space_lines(configs: Sequence[RunConfig], root: str) -> list[str]:
 
 
 def _num_durable(config: RunConfig) -> int:
-    """Durable weight versions that a run keeps."""
-    num_durable = config.trainer.steps // config.weights.durable_every + 1
-    return min(num_durable, 2 * config.weights.keep) if config.weights.keep else num_durable
+    """Durable weight versions that a run keeps, at most: those of durable_every, and others beside checkpoints."""
+    every, keep = config.weights.durable_every, config.weights.keep
+    num_durable = config.trainer.steps // every + 1
+    if not keep:
+        return num_durable
+    beside = min(num_durable, keep) if every > 1 else 0
+    return min(config.trainer.steps + 1, keep + beside + _OTHER_VERSIONS)
+
+
+def _checkpoint_bytes(config: RunConfig, version_bytes: int) -> int:
+    """Weights and two moments in float32 of every trained parameter; if their number is unknown, as many as a version
+    in bfloat16 has."""
+    return math.ceil(12 * (trained_parameters(config) or version_bytes / 2))
 
 
 def _stored_bytes(config: RunConfig) -> int:
     """Bytes that a whole run needs at its root: durable versions, checkpoints, rollouts and logs."""
-    model_bytes = model_size(config.model.path)
-    checkpoint_bytes = _OPTIMIZER_COPIES * model_bytes
-    return (
-        _num_durable(config) * _version_size(config, model_bytes)
-        + _KEPT_CHECKPOINTS * checkpoint_bytes
-        + _SMALL_FILES_BYTES
-    )
+    version_bytes = _version_size(config, model_size(config.model.path))
+    checkpoints_bytes = _STORED_CHECKPOINTS * _checkpoint_bytes(config, version_bytes)
+    return _num_durable(config) * version_bytes + checkpoints_bytes + _SMALL_FILES_BYTES
 
 
 def _version_size(config: RunConfig, model_bytes: int) -> int:
@@ -569,6 +578,15 @@ def _free(directory: Path) -> int:
     """Free bytes on the disk of a directory, which may be missing."""
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     return shutil.disk_usage(existing).free
+
+
+def _used(directory: Path | None) -> int:
+    """Bytes of the files below a directory; 0 if it is missing or None."""
+    num_bytes = 0
+    for path in directory.rglob("*") if directory is not None else ():
+        with suppress(FileNotFoundError):  # removed meanwhile
+            num_bytes += path.stat().st_size if path.is_file() else 0
+    return num_bytes
 
 
 def _size(num_bytes: int) -> str:

@@ -35,8 +35,8 @@ _ENGINE_SHARED_BYTES = 2.0 * _GIB
 """Shared memory of vLLM's workers and NCCL."""
 _SHARED_VERSIONS = 6
 """Files in shared memory: two published versions, the next, a spare one, those of a slow engine and the evaluator."""
-_OWN_VERSIONS = 3
-"""Without shared memory: two published versions and the next one."""
+_OWN_VERSIONS = 4
+"""Without shared memory: two published versions, the next one, and one that waits for its commit."""
 _FILE_BYTES = 0.25 * _GIB
 """A file of a checkpoint in writing."""
 _RESCORED_VERSIONS = 2
@@ -169,6 +169,13 @@ def fit_of(config: RunConfig) -> Fit | None:
     return Fit(
         model=config.model.path, num_parameters=shape.num_parameters, card=card, card_bytes=card_bytes, roles=roles
     )
+
+
+def trained_parameters(config: RunConfig) -> float | None:
+    """Parameters that the optimizer changes; None if the shape of the model is unknown."""
+    entries = model_config_of(config.model.path)
+    shape = None if entries is None else shape_of(entries)
+    return None if shape is None else _trained(config, shape)
 
 
 def check_fit(config: RunConfig) -> list[str]:

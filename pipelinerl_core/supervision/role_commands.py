@@ -43,8 +43,8 @@ def role_environment(threads: int, token: str) -> dict[str, str]:
     # Must stay the first variable, unchanged: vLLM writes process titles to the memory where the environment begins.
     first = {"PYTHONUNBUFFERED": "1"}
     inherited = {name: value for name, value in os.environ.items() if name not in LOGIN_VARIABLES}
-    own = os.environ.get(_TUNABLES)  # the last value of a setting counts
-    tunables = {_TUNABLES: f"{ALLOCATOR[_TUNABLES]}:{own}"} if own else ALLOCATOR
+    own = os.environ.get(_TUNABLES)  # the last value of a setting counts; set, but empty: glibc's defaults
+    tunables = ALLOCATOR if own is None else {_TUNABLES: own and f"{ALLOCATOR[_TUNABLES]}:{own}"}
     return {**first, **inherited, **tunables, **_PASSIVE_WAIT, **_CUDA, **limits, **first, TOKEN_VARIABLE: token}
 
 

@@ -118,7 +118,9 @@ class Collector:
         prefixes = list(dict.fromkeys(f"{checkpoint_prefix(ref.step, ref.epoch)}/" for ref in named))
         first = [f"{checkpoint_prefix(0, commit.epoch)}/" for commit in self._commits[:1]]
         kept = {*first, *prefixes[-1 if self._is_done else -2 :]}
-        made = {f"{checkpoint_prefix(commit.step, commit.epoch)}/" for commit in self._commits} - kept
+        newest = max((ref.step for ref in named), default=-1)  # a drain may have written a later checkpoint
+        older = [commit for commit in self._commits if commit.step <= newest]
+        made = {f"{checkpoint_prefix(commit.step, commit.epoch)}/" for commit in older} - kept
         return [key for key in list_keys(self._store, "checkpoints") if f"{key.rpartition('/')[0]}/" in made]
 
     def weights(self) -> list[str]:

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pipelinerl_core.errors import PipelineRLError
+from pipelinerl_core.errors import ConfigError, PipelineRLError
+from pipelinerl_core.roles.runtime.device import model_device
 from pipelinerl_core.roles.runtime.process import RUN, Arguments, limit_threads, run_main
 from pipelinerl_core.roles.trainer.learners import open_learners
 from pipelinerl_core.roles.trainer.own_code import load_stored_functions
@@ -20,6 +21,7 @@ from pipelinerl_core.roles.trainer.retrain import (
 from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.history import counted_commit_keys, steps_to_replay
 from pipelinerl_core.run.records import Commit
+from pipelinerl_core.run.versions import stored_versions
 from pipelinerl_core.telemetry.metrics import short_key
 from pipelinerl_core.weights.files import Snapshot, take_snapshot
 
@@ -45,8 +47,14 @@ def replay_run(url: str, first: int | None, last: int | None) -> Iterator[Replay
 def replayed_weights(context: RunContext, commit: Commit) -> Snapshot:
     """The weights after a committed step, computed from the newest checkpoint before it.
 
-    Raises ConfigError without such a checkpoint, PipelineRLError if they are not those of the run.
+    Raises ConfigError without such a checkpoint and on a GPU, PipelineRLError if they are not those of the run.
     """
+    if model_device(context.config).type == "cuda":
+        stored = sorted(stored_versions(context.store), key=lambda version: abs(version - commit.step))
+        raise ConfigError(
+            f"version {commit.step}: its weights are not stored, and a GPU does not train steps again to the last "
+            f"bit. Take a stored version: {', '.join(map(str, sorted(stored[:4])))}"
+        )
     load_stored_functions(context)
     commits = counted_commit_keys(context.store)
     with open_learners(context.store.url, context.config.trainer.ranks) as learners:

@@ -7,6 +7,8 @@ the first query, and no pair of the two blocks is masked if both blocks are insi
 Shapes: T = packed tokens, Q and K = blocks of queries and of keys, as many.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -19,6 +21,7 @@ BLOCK_TOKENS = 128
 """Tokens of a block; flex attention's own choice."""
 
 BoolArray = NDArray[np.bool_]
+_Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def block_mask(layout: PackLayout, window: int | None) -> BlockMask:
@@ -36,16 +39,10 @@ def _make(layout: PackLayout, window: int | None) -> BlockMask:
     if layout.parents:
         partial_QK |= _prefix_blocks(layout)
         whole_QK &= ~partial_QK
-        # Of each token: position in its context, with the prefix; and where its prefix begins and ends in the pack.
-        position_T, begin_T, end_T = (moved(table, context_T.device) for table in _prefix_tables(layout))
-
-    def is_seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = (context_T[query] == context_T[key]) & (query >= key)
-        if not layout.parents:
-            return seen if window is None else seen & (query - key < window)
-        seen |= (key >= begin_T[query]) & (key < end_T[query])
-        return seen if window is None else seen & (position_T[query] - position_T[key] < window)
-
+        tables = [moved(table, context_T.device) for table in _prefix_tables(layout)]
+        is_seen = _continuation_mask(context_T, *tables, window)
+    else:
+        is_seen = _context_mask(context_T, window)
     num_tokens = context_T.numel()
     (kv, kv_indices), (full_kv, full_kv_indices), (q, q_indices), (full_q, full_q_indices) = (
         [moved(table, context_T.device) for table in _ordered(used)]
@@ -64,6 +61,30 @@ def _make(layout: PackLayout, window: int | None) -> BlockMask:
         BLOCK_SIZE=(BLOCK_TOKENS, BLOCK_TOKENS),
         mask_mod=is_seen,
     )
+
+
+# The masks are compiled: they may read tensors and numbers, and must not change a tensor in place. A number or a list
+# that differs from pack to pack would compile them again and again.
+def _context_mask(context_T: Tensor, window: int | None) -> _Mask:
+    def is_seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = (context_T[query] == context_T[key]) & (query >= key)
+        return seen if window is None else seen & (query - key < window)
+
+    return is_seen
+
+
+def _continuation_mask(
+    context_T: Tensor, position_T: Tensor, begin_T: Tensor, end_T: Tensor, window: int | None
+) -> _Mask:
+    """Of each token: position in its context, with the prefix; and where its prefix begins and ends in the pack."""
+
+    def is_seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        in_context = (context_T[query] == context_T[key]) & (query >= key)
+        in_prefix = (key >= begin_T[query]) & (key < end_T[query])
+        seen = in_context | in_prefix
+        return seen if window is None else seen & (position_T[query] - position_T[key] < window)
+
+    return is_seen
 
 
 def _prefix_tables(layout: PackLayout) -> list[Tensor]:

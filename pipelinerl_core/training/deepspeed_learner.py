@@ -25,12 +25,7 @@ from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.training.base_learner import BaseLearner
 from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.training.lora import PublishedWeight
-from pipelinerl_core.training.optimizer import (
-    MOMENTS,
-    check_state,
-    make_adam,
-    snapshot,
-)
+from pipelinerl_core.training.optimizer import MOMENTS, make_adam, master_of, snapshot
 from pipelinerl_core.training.ranks import Ranks
 from pipelinerl_core.training.step_sums import StepSums, check_finite, is_finite
 from pipelinerl_core.types import Float32Array, Rollout
@@ -152,14 +147,11 @@ class DeepSpeedLearner(BaseLearner):
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """The inverse of `state`; every rank passes the same tensors."""
-        shapes = {
-            name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in self._parameters.items()
-        }
-        check_state(tensors, shapes)
-        steps = [float(tensor) for key, tensor in tensors.items() if key.endswith(".step")]
+        steps = [float(tensors[key]) for key in tensors if key.endswith(".step")]
         self._make_states(max(steps, default=0.0))
         for name, parameter in self._parameters.items():
-            master = tensors[f"weights.{name}"].to(self._device)
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            master = master_of(tensors, name, shape).to(self._device)
             with self._gathered([parameter], is_changed=True):
                 parameter.copy_(master)
             self._set_full(parameter, None, master)

@@ -19,6 +19,7 @@ class LiveState:
         """values: JSON values."""
         self.values = dict(values)
         self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+        self._is_detached = False
         self._lock = threading.Lock()
 
     @property
@@ -34,6 +35,8 @@ class LiveState:
                 target.copy_(self._tensors.pop(name))
 
     def detach(self) -> None:
-        """Copy the tensors that were not taken: the learner is about to change its own."""
+        """Copy the tensors that were not taken to the CPU: the learner is about to change its own."""
         with self._lock:
-            self._tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self._tensors.items()}
+            if not self._is_detached:
+                self._tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self._tensors.items()}
+            self._is_detached = True

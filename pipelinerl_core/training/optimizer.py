@@ -17,6 +17,7 @@ _BETA1 = 0.9  # AdamW's usual decay of the first moment
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of AdamW's moments of each parameter."""
+_STATE = ("step", *MOMENTS)
 
 
 def learning_rate(step: int, config: LearnerConfig, num_steps: int) -> float:
@@ -35,16 +36,17 @@ def make_adam(parameters: Sequence[Tensor], config: LearnerConfig) -> torch.opti
     )
 
 
-def check_state(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raises StoreError if the weights of a checkpoint do not match the names and shapes of these parameters."""
-    for name, shape in shapes.items():
-        tensor = tensors.get(f"weights.{name}")
-        if tensor is None or tuple(tensor.shape) != tuple(shape):
-            there = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
-            raise StoreError(
-                f"weights.{name}: {there} in the checkpoint, {tuple(shape)} in the model: the checkpoint belongs to "
-                "another model. Set model.path to the model of the run"
-            )
+def master_of(tensors: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor:
+    """The weights of a parameter in a checkpoint. Raises StoreError if the checkpoint lacks them or has another
+    shape."""
+    tensor = tensors.get(f"weights.{name}")
+    if tensor is None or tuple(tensor.shape) != tuple(shape):
+        there = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
+        raise StoreError(
+            f"weights.{name}: {there} in the checkpoint, {tuple(shape)} in the model: the checkpoint belongs to "
+            "another model. Set model.path to the model of the run"
+        )
+    return tensor
 
 
 def snapshot(tensor: Tensor) -> Tensor:
@@ -153,14 +155,13 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `state`. Raises StoreError if names or shapes belong to another model."""
-        check_state(tensors, {name: master.shape for name, master in self._masters.items()})
+        """The inverse of `state`. Reads each tensor once. Raises StoreError if names or shapes belong to another
+        model."""
         self._adam.state.clear()
         for name, master in self._masters.items():
-            master.copy_(tensors[f"weights.{name}"])
-            prefix = f"optimizer.{name}."
-            moments = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-            if moments:
+            master.copy_(master_of(tensors, name, master.shape))
+            keys = {key: f"optimizer.{name}.{key}" for key in _STATE}
+            if moments := {key: tensors[full] for key, full in keys.items() if full in tensors}:
                 self._adam.state[master] = {key: value.to(master.device, copy=True) for key, value in moments.items()}
         self._rest()
         self._copy_to_model()

@@ -13,8 +13,9 @@ from torch import Tensor
 from pipelinerl_core.errors import MissingObject, StoreError
 from pipelinerl_core.interfaces import ObjectStore, TensorMeta, WeightLayout
 from pipelinerl_core.run.reading import list_keys, read_record
-from pipelinerl_core.run.records import CheckpointManifest, checkpoint_prefix, parse_step_key
+from pipelinerl_core.run.records import CheckpointManifest, CheckpointRef, checkpoint_prefix, parse_step_key
 from pipelinerl_core.storage.digests import entry_of, read_verified
+from pipelinerl_core.storage.keys import delete_with_folders
 from pipelinerl_core.weights.files import lay_out, metas_of, num_bytes, parse_copy
 
 _MANIFEST = "manifest.json"
@@ -82,6 +83,12 @@ def load_checkpoint(store: ObjectStore, step: int, epoch: int) -> tuple[dict[str
     return tensors, manifest.values
 
 
+def complete_checkpoints(keys: Iterable[str]) -> list[CheckpointRef]:
+    """The checkpoints whose manifest is among the keys below `checkpoints`."""
+    names = [parse_step_key(key) for key in keys if key.endswith(f"/{_MANIFEST}")]
+    return [CheckpointRef(step=step, epoch=epoch) for step, epoch in names]
+
+
 def prune_checkpoints(store: ObjectStore, keep: int = 2) -> list[tuple[int, int]]:
     """Delete all checkpoints but step 0 and the newest `keep` complete ones; returns their (step, epoch).
 
@@ -93,12 +100,12 @@ def prune_checkpoints(store: ObjectStore, keep: int = 2) -> list[tuple[int, int]
     """
     keys = list_keys(store, "checkpoints")
     by_age = sorted({parse_step_key(key)[::-1] for key in keys}, reverse=True)
-    finished = [age for age in by_age if f"{checkpoint_prefix(age[1], age[0])}/{_MANIFEST}" in keys]
+    finished = sorted((ref.epoch, ref.step) for ref in complete_checkpoints(keys))[::-1]
     if len(finished) <= keep:
         return []
     doomed = [(step, epoch) for epoch, step in by_age if step > 0 and (epoch, step) < finished[keep - 1]]
     for step, epoch in doomed:
         prefix = checkpoint_prefix(step, epoch)
         store.delete([f"{prefix}/{_MANIFEST}"])
-        store.delete([key for key in keys if key.startswith(f"{prefix}/")])
+        delete_with_folders(store, [key for key in keys if key.startswith(f"{prefix}/")])
     return doomed

@@ -176,9 +176,10 @@ class Shared(NamedTuple):
 def open_shared(path: Path) -> Shared | None:
     """Map a version's file, which stays as it is as long as the result or a tensor of it exists.
 
-    None if the file is gone or written again. Writes to the result change private copies of its pages.
+    None if the file is gone, written again, or another user's. Writes to the result change private copies of its
+    pages.
     """
-    with suppress(FileNotFoundError, BlockingIOError), open(path, "rb") as file:
+    with suppress(FileNotFoundError, BlockingIOError, PermissionError), open(path, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         inode = os.fstat(file.fileno()).st_ino
         if inode == path.stat().st_ino:

@@ -118,7 +118,7 @@ def interrupt_twice(process: "subprocess.Popen[str]", pids: list[int]) -> None:
 
 
 def check_ended(root: Path, run: Path, steps: int) -> None:
-    """One report of one whole run."""
+    """One report of one whole run, whose last two steps came after a drain."""
     report = json.loads((root / "stdout.txt").read_text())
     assert (report["run_id"], report["steps"]) == (run.name, steps)
     assert (run / "report.html").stat().st_size > 10_000
@@ -126,6 +126,8 @@ def check_ended(root: Path, run: Path, steps: int) -> None:
     follower.refresh()
     assert list(follower.commits) == list(range(steps + 1)), "every step is committed exactly once"
     assert_closes(str(run))
+    no_repetition = f"resumed at step {steps - 2}: checkpoint {steps - 2}, 0 steps trained again"
+    assert no_repetition in (run / "logs" / "trainer.log").read_text(), "the drain has written a checkpoint"
 
 
 def check_flow_runs_of_prefect(root: Path, run: Path) -> None:

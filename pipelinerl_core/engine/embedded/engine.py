@@ -45,8 +45,8 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
     eos_token_ids: tokens that end a completion and are part of the completion.
     weight_version: version of the model's weights now.
     kv: what a swap does with the KV cache of running sequences. keep: nothing, the sequences continue and attend to
-        keys of older weights, except sequences without a token, which start again; recompute: compute the cache again
-        under the new weights, within the pause; drain: admit nothing and swap when the slots are empty.
+        keys of older weights (with deterministic, sequences without a token start again); recompute: compute the
+        cache again under the new weights, within the pause; drain: admit nothing and swap when the slots are empty.
     deterministic: every step has the same shape (all slots, all max_len keys) and prompts are fed through decode
         steps, so that tokens and log-probabilities depend only on the request and the weights, bit for bit, also when
         the request continues a prior. Slower: attention is over max_len, and each prompt token takes a step. The

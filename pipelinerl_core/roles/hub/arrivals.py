@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import pyarrow as pa
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import MissingObject, PipelineRLError, StaleLease, StoreUnavailable
+from pipelinerl_core.errors import MissingObject, PipelineRLError, StaleLease, StoreError
 from pipelinerl_core.ledger import ActorKey, Arrival, GroupSummary
 from pipelinerl_core.messages import Ack, Answer, Group
 from pipelinerl_core.roles.hub.rows import WrittenGroup
@@ -59,7 +59,7 @@ class Arrivals:
         if is_behind and version > 0:  # before the first announcement actors sample with version 0
             try:
                 self._read_newer_commits()
-            except StoreUnavailable as error:
+            except StoreError as error:
                 logger.warning("version %d is not known to this hub: %s", version, error)
 
     def _add(self, peer: str, actor: ActorKey, group: Group, summary: GroupSummary) -> Answer | Exception:

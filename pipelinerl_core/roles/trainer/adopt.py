@@ -70,6 +70,7 @@ def _load_committed_weights(store: ObjectStore, learner: Learner, commit: Commit
         )  # fmt: skip
         return
     state = learner.state()
+    state.detach()  # a GPU has no room for a second copy
     tensors, values = state.tensors, state.values
     if any(is_factor(name) for name in tensors) and not holds_adapters(commit.manifest):
         logger.warning(
@@ -95,6 +96,5 @@ def _with_committed(
         master = state.get(f"weights.{name}")
         if master is None:
             raise MissingObject(f"weights.{name} is not in the learner's state")
-        weight = weight.to(master.device)
         state[f"weights.{name}"] = torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype))
     return state

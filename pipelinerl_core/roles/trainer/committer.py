@@ -170,6 +170,15 @@ class Committer:
             return False
         return any(sample.counters.unreadable_version == version for sample in actors.values())
 
+    def save_state(self, learner: Learner) -> None:
+        """Write a checkpoint after the newest commit, if this trainer made the commit without a checkpoint. No commit
+        names the checkpoint; the next start looks for it."""
+        newest = self.newest
+        if newest is None or (newest.step, newest.epoch) != (learner.version, self._epoch.epoch):
+            return
+        if newest.checkpoint is None or newest.checkpoint.step < newest.step:
+            save_checkpoint(self._store, newest.step, newest.epoch, learner.state())
+
     def close(self) -> None:
         """Stop the thread; queued steps are not committed."""
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -178,7 +187,9 @@ class Committer:
             self._broadcasts.close()
 
     def _publish(self, computed: ComputedStep, *, is_last: bool) -> WeightManifest:
-        durable = self._config.keeps(computed.step) or computed.state is not None
+        # The memory of a version ends with the trainer, and no start publishes a version of an earlier step again.
+        outlives_step = self._config.weights.publish_every > 1
+        durable = self._config.keeps(computed.step) or computed.state is not None or outlives_step
         if self._broadcasts is None:
             return self._publisher.publish(computed.step, computed.weights, durable=durable)
         # No actor loads the last version: its announcement ends the actors.

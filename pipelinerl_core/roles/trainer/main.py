@@ -153,6 +153,9 @@ class Trainer:
             while self._learner.version < self._config.trainer.steps and not stop.is_set():
                 self._step(self._learner.version + 1, stop)
             self._committer.flush()
+            if stop.is_set():
+                with self._turn():
+                    self._committer.save_state(self._learner)
         finally:
             self._committer.close()
             self._uploads.shutdown(wait=False, cancel_futures=True)

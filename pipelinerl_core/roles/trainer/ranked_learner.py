@@ -5,8 +5,9 @@ rank, sends each rank its rows, and computes with the other ranks. If a rank fai
 committed then.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -101,19 +102,48 @@ class RankedLearner:
         return self._gathered("state", self._local.state)
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in contiguous.items()}
+        shapes = {name: (str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()}
         with self._channel.command("sending of a checkpoint"):
             self._channel.send("load", tensors=shapes, values=dict(values))
-            for tensor in contiguous.values():
-                self._channel.broadcast(tensor)
-            self._local.load_state(contiguous, values)
+            self._local.load_state(_SharedTensors(self._channel, shapes, tensors), values)
 
     def _gathered(self, command: str, gather: Callable[[], _T]) -> _T:
         with self._channel.command(f"gathering of {command}"):
             if self._local.is_sharded:
                 self._channel.send(command)
             return gather()
+
+
+class _SharedTensors(Mapping[str, Tensor]):
+    """The tensors of rank 0 on every rank. Reading a tensor is collective, and receives it anew: all ranks read the
+    same names in the same order, so that no rank but 0 has the whole checkpoint in memory."""
+
+    def __init__(
+        self,
+        channel: RankChannel,
+        shapes: Mapping[str, tuple[str, Sequence[int]]],
+        own: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
+        """shapes: name -> dtype and shape. own: the tensors, on rank 0."""
+        self._channel = channel
+        self._shapes = shapes
+        self._own = own
+
+    def __getitem__(self, name: str) -> Tensor:
+        dtype, shape = self._shapes[name]
+        is_here = name in self._own
+        tensor = self._own[name].cpu().contiguous() if is_here else torch.empty(shape, dtype=_DTYPES[dtype])
+        self._channel.broadcast(tensor)
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
 
 
 def serve(channel: RankChannel, build: Callable[[RunConfig], tuple[RankLearner, PackBatcher]]) -> None:
@@ -156,12 +186,7 @@ def _execute(
         case "state":
             learner.state()
         case "load":
-            tensors = {
-                name: torch.empty(shape, dtype=_DTYPES[dtype]) for name, (dtype, shape) in values["tensors"].items()
-            }
-            for tensor in tensors.values():
-                channel.broadcast(tensor)
-            learner.load_state(tensors, values["values"])
+            learner.load_state(_SharedTensors(channel, values["tensors"]), values["values"])
         case _:
             raise ValueError(f"unknown command {command}")
 

@@ -18,8 +18,9 @@ from pipelinerl_core.interfaces import Learner, ObjectStore
 from pipelinerl_core.roles.runtime.device import model_device
 from pipelinerl_core.run.history import read_commit, read_epochs
 from pipelinerl_core.run.processor import processor
-from pipelinerl_core.run.records import CheckpointRef, holds_adapters, parse_commit_key
-from pipelinerl_core.weights.checkpoint import load_checkpoint
+from pipelinerl_core.run.reading import list_keys
+from pipelinerl_core.run.records import CheckpointRef, commit_key, holds_adapters, parse_commit_key
+from pipelinerl_core.weights.checkpoint import complete_checkpoints, load_checkpoint
 from pipelinerl_core.weights.files import take_snapshot
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
@@ -58,7 +59,14 @@ def weights_digest(learner: Learner) -> str:
 
 
 def _checkpoints(store: ObjectStore, commits: Mapping[int, str], step: int) -> Iterator[CheckpointRef]:
-    """The checkpoints that commits up to `step` wrote, newest first; reads at most two commits for each."""
+    """The checkpoints up to `step`, newest first: one that a drain wrote after its last commit, and those that
+    commits wrote; reads at most two commits for each."""
+    drained = [
+        reference
+        for reference in complete_checkpoints(list_keys(store, "checkpoints"))
+        if reference.step <= step and commits.get(reference.step) == commit_key(reference.step, reference.epoch)
+    ]
+    yield from sorted(drained, key=lambda reference: reference.step)[-1:]
     candidate = step
     while (
         committed := max((committed_step for committed_step in commits if committed_step <= candidate), default=None)

@@ -195,7 +195,7 @@ def test_only_the_checks_of_a_first_start_ask_for_mlflow(monkeypatch, tmp_path):
     asked = []
     names = ("root", "hub_address", "packages", "prompts", "reward", "objective", "model", "space", "local_files")
     for name in names:
-        monkeypatch.setattr(checks, f"check_{name}", lambda *_: [])
+        monkeypatch.setattr(checks, f"check_{name}", lambda *_, **__: [])
     monkeypatch.setattr(checks, "check_mlflow", asked.append)
     config = load_config("quickstart", ["tracking.mlflow_uri=http://127.0.0.1:1"])
     checks.check_all(config, str(tmp_path), run=object())

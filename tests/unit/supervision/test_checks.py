@@ -22,11 +22,13 @@ from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.models import recipes
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.report.markdown import report_markdown
+from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.hub_status import HubWatch, may_be_live, process_mark, refuse_second_hub
 from pipelinerl_core.run.locate import refuse_if_live, root_url
 from pipelinerl_core.run.records import HUB_KEY, EvalRecord, HubRecord
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision import checks
+from tests.builders import run_record
 from tests.synthetic_run import put_record
 
 
@@ -81,18 +83,32 @@ def test_completions_longer_than_the_models_context_are_refused(tmp_path):
 def test_too_little_disk_is_refused_with_both_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "model_size", lambda path: 100_000_000)
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1_000_000_000}))
-    # 300 steps, every 25th durable: 13 versions, 3 checkpoints of 3 copies: 22 x 100 MB, and 200 MB for the rest.
-    with pytest.raises(ConfigError, match=r"1\.0 GB free, but this run needs about 2\.4 GB for 13 durable"):
+    # 300 steps, every 25th durable: 13 versions, 20 with checkpoints, 4 others; 12 bytes a parameter and checkpoint.
+    needs = r"1\.0 GB free, but this run needs about 3\.9 GB for 37 durable weight versions of 100 MB and 4 check"
+    with pytest.raises(ConfigError, match=rf"{needs}points of 9 MB\."):
         checks.check_space(config("trainer.steps=300", "weights.durable_every=25"), f"file://{tmp_path}")
+
+
+def test_a_run_that_exists_needs_room_for_what_it_has_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "model_size", lambda path: 100_000_000)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1_000_000_000}))
+    root, settings = f"file://{tmp_path}", ("weights.keep=0", "weights.durable_every=1")
+    run = RunContext(store=open_store(f"{root}/run"), record=run_record(), config=config(*settings), token="")
+    with pytest.raises(ConfigError, match=r"1\.0 GB free, but this run needs about 14\.\d GB"):
+        checks.check_space(run.config, root, run=run)
+    (tmp_path / "run" / "weights").mkdir(parents=True)
+    with (tmp_path / "run" / "weights" / "model.safetensors").open("wb") as file:
+        file.truncate(14_000_000_000)  # a file without blocks
+    checks.check_space(run.config, root, run=run)
 
 
 def test_several_runs_that_do_not_all_fit_on_the_disk_are_named_before_the_first_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "model_size", lambda path: 100_000_000)
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 5_000_000_000}))
-    run, root = config("trainer.steps=300", "weights.durable_every=25"), f"file://{tmp_path}"  # 2.4 GB
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 8_000_000_000}))
+    run, root = config("trainer.steps=300", "weights.durable_every=25"), f"file://{tmp_path}"  # 3.9 GB
     assert checks.space_lines([run, run], root) == []
     (line,) = checks.space_lines([run, run, run], root)
-    assert "5.0 GB free, but 3 runs need up to 7.2 GB" in line
+    assert "8.0 GB free, but 3 runs need up to 11.8 GB" in line
     assert checks.space_lines([run] * 3, "s3://bucket/runs") == []
 
 
@@ -120,8 +136,8 @@ def test_versions_of_adapters_need_little_room_and_the_models_that_vllm_reads_ne
         "trainer.steps=299",
         "weights.keep=0",
     )
-    # 300 versions of 8 * (1000 + 500) * 4 bytes, 9 x 100 MB of checkpoints, and 200 MB for the rest.
-    with pytest.raises(ConfigError, match=r"needs about 1\.1 GB for 300 durable weight versions of 0 MB"):
+    # 300 versions of 8 * (1000 + 500) * 4 bytes, 4 checkpoints of six times as much, and 200 MB for the rest.
+    with pytest.raises(ConfigError, match=r"needs about 216 MB for 300 durable weight versions of 0 MB"):
         checks.check_space(config(*adapters, "weights.durable_every=1"), f"file://{tmp_path}")
     free = {str(tmp_path): 10**12}
     monkeypatch.setattr(

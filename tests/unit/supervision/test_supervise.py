@@ -320,6 +320,8 @@ def test_a_role_keeps_freed_memory_instead_of_fetching_new_pages(monkeypatch):
     assert int(output) < 2_000, "page faults; 256,000 pages are allocated"
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")
     assert role_environment(1, "")["GLIBC_TUNABLES"].endswith(":glibc.malloc.arena_max=2"), "the user's choice"
+    monkeypatch.setenv("GLIBC_TUNABLES", "")
+    assert role_environment(1, "")["GLIBC_TUNABLES"] == "", "the defaults of glibc"
 
 
 def test_the_command_line_of_a_role_has_the_pid_of_its_parent_and_never_the_token():

@@ -227,6 +227,14 @@ def test_checkpoints_go_that_no_start_and_no_replay_needs(store, config, gone):
     assert Audit(store, CONFIG).run().problems == []
 
 
+def test_a_checkpoint_that_a_drain_wrote_after_its_last_commit_stays(store):
+    for step in (0, 1, STEPS):
+        save_checkpoint(store, step, EPOCH, LiveState({"w": torch.zeros(1)}, {}))
+    for step in range(STEPS + 1):
+        change(store, step, checkpoint=CheckpointRef(step=min(step, 1), epoch=EPOCH))
+    assert collect(store, LONGER, with_rollouts=False, dry_run=False, now=True)["checkpoints"] == []
+
+
 def test_logs_stay_while_one_of_their_groups_is_open(store):
     decided, still_open, unknown = put_log(store, 0, 0, 5), put_log(store, 1, 0, 6), put_log(store, 2, 9)
     torn = partial_key("actor-0", 1, 3)

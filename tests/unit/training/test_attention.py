@@ -10,7 +10,9 @@ import logging
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from pipelinerl_core.algo.packed import Parent, layout_of
 from pipelinerl_core.batching.collate import PackBatcher
@@ -143,6 +145,26 @@ def test_a_context_with_a_parent_attends_as_if_it_had_the_tokens_itself(name, wi
         weights = torch.randn(sum(lengths), 4, 8, generator=torch.Generator().manual_seed(2))
         outcomes.append([output[:, own], *torch.autograd.grad((output[:, own] * weights).sum(), leaves)])
     torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-5)
+
+
+def test_masks_of_packs_with_other_numbers_of_parents_are_compiled_once():
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(flex_attention, dynamic=True, backend=counter)
+    for num_parents in (*range(1, 13), 0, 0):
+        layout = layout_of((128, *[16] * num_parents), [Parent(0, 100)] * num_parents)
+        heads_BHTD = torch.randn(1, 2, sum(layout.lengths), 16)
+        compiled(heads_BHTD, heads_BHTD, heads_BHTD, block_mask=block_mask(layout, None))
+    assert counter.frame_count <= 4  # a first size, any size, and the same without parents
+
+
+def test_masks_change_nothing_in_place():
+    layout = layout_of((128, 16), [Parent(0, 100)])
+    indices = [torch.zeros(1, dtype=torch.int64)] * 4
+    graph = make_fx(block_mask(layout, 7).mask_mod)(*indices).graph
+    names = [str(node.target) for node in graph.nodes]
+    assert any("bitwise_or" in name for name in names)
+    assert not any("_." in name for name in names), "the compiler of flex attention refuses these operations"
 
 
 def test_values_may_have_another_size_than_keys():

@@ -1,5 +1,7 @@
 """Packed forward and optimizer step against plain PyTorch, and what must not change them."""
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +16,7 @@ from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.config.sections import PlacementConfig
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, TrainingDiverged
 from pipelinerl_core.models.resolve import build_config
+from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.telemetry.metrics import METRICS
 from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.training.model import (
@@ -323,6 +326,38 @@ def test_a_resumed_run_continues_bit_for_bit(store, dtype):
         assert torch.equal(tensor, published_by(successor)[name]), name
 
 
+def test_a_learner_reads_each_tensor_of_a_checkpoint_once():
+    """Each reading is a transfer between ranks."""
+    tensors, values = stepped_state()
+
+    class Counted(Mapping):
+        def __init__(self):
+            self.names = Counter()
+
+        def __getitem__(self, name):
+            self.names[name] += name in tensors
+            return tensors[name]
+
+        def __contains__(self, name):
+            return name in tensors
+
+        def __iter__(self):
+            return iter(tensors)
+
+        def __len__(self):
+            return len(tensors)
+
+    counted = Counted()
+    learner_of(tiny_model(seed=77), config()).load_state(counted, values)
+    assert counted.names == dict.fromkeys(tensors, 1)
+
+
+def stepped_state():
+    learner = learner_of(tiny_model(), config())
+    learner.step(rows_of(config()))
+    return state_of(learner)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_optimizer_that_rests_on_the_host_takes_the_same_steps(store, dtype):
     """On a CPU; a GPU differs by the two copies of a step."""
@@ -417,6 +452,14 @@ def test_a_checkpoint_without_its_manifest_does_not_exist(store):
     store.delete(["checkpoints/00000003.1/manifest.json"])
     with pytest.raises(MissingObject):
         load_checkpoint(store, 3, 1)
+
+
+def test_no_folder_of_a_pruned_checkpoint_stays_on_a_disk(tmp_path):
+    disk = open_store(str(tmp_path))
+    for step in (0, 1, 2, 3):
+        save_checkpoint(disk, step, 1, learner_of(tiny_model(), config()).state())
+    prune_checkpoints(disk)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [f"0000000{n}.1" for n in (0, 2, 3)]
 
 
 def test_changed_bytes_of_a_checkpoint_are_refused(store):

@@ -156,8 +156,17 @@ def test_weights_of_another_host_come_from_the_store(store, shm):
 
 
 def test_a_version_in_the_shared_memory_of_another_host_alone_is_a_wrong_configuration(store, shm):
-    manifest = replace(publish(publisher(store), 7, WEIGHTS, durable=False), host="elsewhere")
+    manifest = publish(publisher(store), 7, WEIGHTS, durable=False)
+    manifest = replace(manifest, host="elsewhere", shm="/dev/shm/pipelinerl-not-here/7")
     with pytest.raises(ConfigError, match=r"in the shared memory of elsewhere.*Set weights\.transport=object_store"):
+        WeightSubscriber(store).fetch(manifest)
+
+
+def test_a_container_with_another_name_reads_the_shared_memory_of_its_host(store, shm):
+    manifest = replace(publish(publisher(store), 7, WEIGHTS, durable=False), host="container")
+    torch.testing.assert_close(dict(WeightSubscriber(store).fetch(manifest).tensors), WEIGHTS)
+    Path(manifest.shm).write_bytes(b"of another run")
+    with pytest.raises(MissingObject, match="gone from shared memory of container"):
         WeightSubscriber(store).fetch(manifest)
 
 

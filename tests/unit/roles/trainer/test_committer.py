@@ -16,12 +16,14 @@ from pipelinerl_core.errors import Fenced, PipelineRLError, StoreError
 from pipelinerl_core.messages import Ack, ActorSample
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
+from pipelinerl_core.roles.trainer.retrain import _checkpoints
 from pipelinerl_core.run import compaction
 from pipelinerl_core.run.compacted import StepRange, list_commits
 from pipelinerl_core.run.history import counted_commit_keys, read_commit, take_epoch
-from pipelinerl_core.run.records import commit_key
+from pipelinerl_core.run.records import CheckpointRef, commit_key
 from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.types import FileEntry
+from pipelinerl_core.weights.checkpoint import complete_checkpoints
 from pipelinerl_core.weights.memory import private_memory
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.builders import put_commit, put_epoch
@@ -92,6 +94,42 @@ def test_a_version_that_an_actor_cannot_read_is_published_again_once(parts):
     assert (again.version, again.files, again.key) == (1, announced.files, "weights/00000001.2")
     assert torch.equal(WeightSubscriber(store).fetch(again).tensors["w"], WEIGHTS["w"])
     assert torch.equal(WeightSubscriber(store).fetch(announced).tensors["w"], WEIGHTS["w"])
+
+
+def test_a_published_version_is_stored_if_commits_without_a_version_follow_it(store, shm):
+    link = Link()
+    config = load_config("quickstart", ["weights.durable_every=1000", "weights.publish_every=2"])
+    committer = Committer(store, config, run_id="run", epoch=put_epoch(store, 2), link=link)
+    for step in range(4):
+        committer.submit(without_rows(step, committer._publisher.memory))
+    committer.flush()
+    committer.close()
+    assert [manifest and manifest.key for manifest in link.manifests] == [
+        "weights/00000000.2", None, "weights/00000002.2", None,
+    ]  # fmt: skip
+
+
+class Stateful:
+    """A learner with a state."""
+
+    def __init__(self, version):
+        self.version = version
+
+    def state(self):
+        return LiveState({"w": torch.zeros(1)}, {"version": self.version})
+
+
+def test_a_stop_saves_the_state_after_the_newest_commit_of_this_trainer(parts):
+    store, _, committer = parts
+    committer.save_state(Stateful(2))  # its step is not committed
+    assert complete_checkpoints(store.list("checkpoints")) == []
+    committer.save_state(Stateful(1))
+    assert complete_checkpoints(store.list("checkpoints")) == [CheckpointRef(step=1, epoch=2)]
+    commits = counted_commit_keys(store)
+    assert list(_checkpoints(store, commits, 1)) == [CheckpointRef(step=1, epoch=2)]
+    assert list(_checkpoints(store, commits, 0)) == []
+    of_another_trainer = {**commits, 1: commit_key(1, 3)}
+    assert list(_checkpoints(store, of_another_trainer, 0)) == []
 
 
 @pytest.mark.parametrize(("told", "version"), [(-1, 1), (0, 1), (1, 2)])
