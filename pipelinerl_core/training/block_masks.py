@@ -39,8 +39,8 @@ def _make(layout: PackLayout, window: int | None) -> BlockMask:
     if layout.parents:
         partial_QK |= _prefix_blocks(layout)
         whole_QK &= ~partial_QK
-        tables = [moved(table, context_T.device) for table in _prefix_tables(layout)]
-        is_seen = _continuation_mask(context_T, *tables, window)
+        position_T, begin_T, end_T = (moved(table, context_T.device) for table in _prefix_tables(layout))
+        is_seen = _continuation_mask(context_T, position_T, begin_T, end_T, window)
     else:
         is_seen = _context_mask(context_T, window)
     num_tokens = context_T.numel()
