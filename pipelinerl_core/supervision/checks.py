@@ -488,7 +488,7 @@ def check_space(config: RunConfig, root: str, *, run: RunContext | None = None) 
     if directory is not None:
         _require_free(
             directory,
-            _stored_bytes(config) - _used(written),
+            _stored_bytes(config) - sum(_used(written / name) for name in ("weights", "checkpoints") if written),
             f"for {_num_durable(config)} durable weight versions of {_size(version_bytes)} and {_STORED_CHECKPOINTS} "
             f"checkpoints of {_size(_checkpoint_bytes(config, version_bytes))}. Raise weights.durable_every, lower "
             "weights.keep or choose another --root",
@@ -523,7 +523,8 @@ def space_lines(configs: Sequence[RunConfig], root: str) -> list[str]:
 
 def _num_durable(config: RunConfig) -> int:
     """Durable weight versions that a run keeps, at most: those of durable_every, and others beside checkpoints."""
-    every, keep = config.weights.durable_every, config.weights.keep
+    weights, keep = config.weights, config.weights.keep
+    every = weights.publish_every if weights.publish_every > 1 else weights.durable_every
     num_durable = config.trainer.steps // every + 1
     if not keep:
         return num_durable
@@ -584,7 +585,7 @@ def _used(directory: Path | None) -> int:
     """Bytes of the files below a directory; 0 if it is missing or None."""
     num_bytes = 0
     for path in directory.rglob("*") if directory is not None else ():
-        with suppress(FileNotFoundError):  # removed meanwhile
+        with suppress(OSError):  # removed meanwhile
             num_bytes += path.stat().st_size if path.is_file() else 0
     return num_bytes
 

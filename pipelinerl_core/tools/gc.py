@@ -37,7 +37,6 @@ from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import (
     GARBAGE_KEY,
     RETIRED_PREFIX,
-    CheckpointRef,
     Commit,
     GarbageRecord,
     batch_key,
@@ -48,6 +47,7 @@ from pipelinerl_core.run.records import (
 from pipelinerl_core.run.versions import remove_weights, retained, stored_versions
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision.log_copies import read_copies
+from pipelinerl_core.weights.checkpoint import complete_checkpoints
 
 LIVE_MARGIN = 10
 """Steps between the newest commit of a live run and the commit that defines the garbage."""
@@ -59,12 +59,11 @@ class _Named(NamedTuple):
     step: int
     epoch: int
     weights_key: str | None
-    checkpoint: CheckpointRef | None
 
     @classmethod
     def of(cls, commit: Commit) -> "_Named":
         key = commit.manifest.key if commit.manifest is not None else None
-        return cls(commit.step, commit.epoch, key, commit.checkpoint)
+        return cls(commit.step, commit.epoch, key)
 
 
 class Collector:
@@ -114,14 +113,12 @@ class Collector:
         """Checkpoints that neither a start nor a replay needs."""
         if self._is_live:
             return []
-        named = [commit.checkpoint for commit in self._commits if commit.checkpoint is not None]
-        prefixes = list(dict.fromkeys(f"{checkpoint_prefix(ref.step, ref.epoch)}/" for ref in named))
-        first = [f"{checkpoint_prefix(0, commit.epoch)}/" for commit in self._commits[:1]]
-        kept = {*first, *prefixes[-1 if self._is_done else -2 :]}
-        newest = max((ref.step for ref in named), default=-1)  # a drain may have written a later checkpoint
-        older = [commit for commit in self._commits if commit.step <= newest]
-        made = {f"{checkpoint_prefix(commit.step, commit.epoch)}/" for commit in older} - kept
-        return [key for key in list_keys(self._store, "checkpoints") if f"{key.rpartition('/')[0]}/" in made]
+        keys = list_keys(self._store, "checkpoints")
+        made = [f"{checkpoint_prefix(commit.step, commit.epoch)}/" for commit in self._commits]  # by step
+        complete = {f"{checkpoint_prefix(ref.step, ref.epoch)}/" for ref in complete_checkpoints(keys)}
+        usable = [prefix for prefix in made if prefix in complete]
+        removed = set(made) - {*made[:1], *usable[-1 if self._is_done else -2 :]}
+        return [key for key in keys if f"{key.rpartition('/')[0]}/" in removed]
 
     def weights(self) -> list[str]:
         """Weights of committed versions that the run does not retain."""

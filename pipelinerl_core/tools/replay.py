@@ -49,17 +49,17 @@ def replayed_weights(context: RunContext, commit: Commit) -> Snapshot:
 
     Raises ConfigError without such a checkpoint and on a GPU, PipelineRLError if they are not those of the run.
     """
-    if model_device(context.config).type == "cuda":
-        stored = sorted(stored_versions(context.store), key=lambda version: abs(version - commit.step))
-        raise ConfigError(
-            f"version {commit.step}: its weights are not stored, and a GPU does not train steps again to the last "
-            f"bit. Take a stored version: {', '.join(map(str, sorted(stored[:4])))}"
-        )
     load_stored_functions(context)
     commits = counted_commit_keys(context.store)
     with open_learners(context.store.url, context.config.trainer.ranks) as learners:
         learner = learners.build(context.config)
         restore(context.store, learner, commits, commit.step)
+        if learner.version < commit.step and model_device(context.config).type == "cuda":
+            nearest = sorted(stored_versions(context.store), key=lambda version: abs(version - commit.step))[:4]
+            raise ConfigError(
+                f"version {commit.step}: its weights are not stored, and a GPU does not train steps again to the "
+                f"last bit. Take a stored version: {', '.join(map(str, sorted(nearest)))}"
+            )
         for replayed in replay_steps(context.store, learner, commits, commit.step):
             logger.info("trained step %d again", replayed.step)
         weights = take_snapshot(learner)

@@ -93,9 +93,7 @@ def test_a_rank_dies_and_the_run_goes_on_then_with_one_rank(tmp_path: Path) -> N
     assert largest_log_ratio_without_lag(str(run)) < MAX_LOG_RATIO
     assert arithmetic_of(str(run), "ranks") == [2, 2, 1]
     assert arithmetic_of(str(run), "kind") == ["deepspeed", "deepspeed", "torch"]
-    # Ctrl-C has written a checkpoint, or, on a slow machine, its five seconds were too short.
-    outcomes = ", 0 steps trained again in ", "its weights differ from the committed weights by rounding, "
-    assert any(outcome in log.read_text() for outcome in outcomes)
+    assert "its weights differ from the committed weights by rounding, " in log.read_text()
     assert json.loads((run / "run.json").read_text())["config"]["trainer"]["ranks"] == 2  # written once
 
 

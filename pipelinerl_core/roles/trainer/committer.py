@@ -178,6 +178,7 @@ class Committer:
             return
         if newest.checkpoint is None or newest.checkpoint.step < newest.step:
             save_checkpoint(self._store, newest.step, newest.epoch, learner.state())
+            prune_checkpoints(self._store, keep=_KEPT_CHECKPOINTS)
 
     def close(self) -> None:
         """Stop the thread; queued steps are not committed."""

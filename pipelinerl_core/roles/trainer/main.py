@@ -34,6 +34,7 @@ from pipelinerl_core.errors import (
     DeadlineExceeded,
     HubUnavailable,
     MissingObject,
+    PipelineRLError,
     RankLost,
     RunOver,
     SchemaMismatch,
@@ -57,7 +58,7 @@ from pipelinerl_core.roles.trainer.own_code import load_stored_functions
 from pipelinerl_core.roles.trainer.rescoring import Rescored, Rescoring
 from pipelinerl_core.roles.trainer.watch import TrainerWatch
 from pipelinerl_core.run.context import RunContext
-from pipelinerl_core.run.drain import stop_when_drained
+from pipelinerl_core.run.drain import stop_when_drained, wants_drain
 from pipelinerl_core.run.history import check_not_fenced, counted_commit_keys, read_commit, take_over
 from pipelinerl_core.run.records import EpochRecord, batch_key, quarantined_key
 from pipelinerl_core.storage.digests import entry_of
@@ -154,12 +155,20 @@ class Trainer:
                 self._step(self._learner.version + 1, stop)
             self._committer.flush()
             if stop.is_set():
-                with self._turn():
-                    self._committer.save_state(self._learner)
+                self._save_state_if_drained()
         finally:
             self._committer.close()
             self._uploads.shutdown(wait=False, cancel_futures=True)
             self._link.close()
+
+    def _save_state_if_drained(self) -> None:
+        """A checkpoint, so that the next start trains no step again. After SIGTERM there is no time for it."""
+        try:
+            if wants_drain(self._store):
+                with self._turn():
+                    self._committer.save_state(self._learner)
+        except (PipelineRLError, OSError) as error:
+            logger.warning("the drain writes no checkpoint, so the next start trains some steps again: %s", error)
 
     def _adopt(self, commits: dict[int, str]) -> None:
         commit = adopt(self._store, self._learner, commits, self._config, self._watch.replayed)

@@ -59,20 +59,20 @@ def weights_digest(learner: Learner) -> str:
 
 
 def _checkpoints(store: ObjectStore, commits: Mapping[int, str], step: int) -> Iterator[CheckpointRef]:
-    """The checkpoints up to `step`, newest first: one that a drain wrote after its last commit, and those that
-    commits wrote; reads at most two commits for each."""
-    drained = [
+    """The checkpoints of commits up to `step`, newest first; then those that the listing lacks and commits name,
+    for which it reads at most two commits each. No commit names the checkpoint that a drain writes."""
+    listed = [
         reference
         for reference in complete_checkpoints(list_keys(store, "checkpoints"))
         if reference.step <= step and commits.get(reference.step) == commit_key(reference.step, reference.epoch)
     ]
-    yield from sorted(drained, key=lambda reference: reference.step)[-1:]
+    yield from sorted(listed, key=lambda reference: reference.step, reverse=True)
     candidate = step
     while (
         committed := max((committed_step for committed_step in commits if committed_step <= candidate), default=None)
     ) is not None:
         reference = read_commit(store, commits[committed]).checkpoint
-        if reference is not None and reference.step == committed:
+        if reference is not None and reference.step == committed and reference not in listed:
             yield reference
         # No commit between the named checkpoint and this commit wrote a checkpoint.
         candidate = min(reference.step if reference is not None else -1, committed - 1)
