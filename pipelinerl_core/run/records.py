@@ -1,7 +1,7 @@
 """The JSON objects of a run in the object store, and the key of every object (docs/storage.md)."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -428,6 +428,12 @@ class CheckpointManifest(Record):
     files: tuple[FileEntry, ...]
     values: dict[str, Any]
     """The JSON part of the learner's state."""
+
+
+def complete_checkpoints(keys: Iterable[str]) -> list[CheckpointRef]:
+    """The checkpoints whose manifest is among the keys below `checkpoints`."""
+    names = [parse_step_key(key) for key in keys if key.endswith(f"/{MANIFEST_FILE}")]
+    return [CheckpointRef(step=step, epoch=epoch) for step, epoch in names]
 
 
 class EvalRecord(Record):

@@ -41,13 +41,13 @@ from pipelinerl_core.run.records import (
     GarbageRecord,
     batch_key,
     checkpoint_prefix,
+    complete_checkpoints,
     log_key,
     parse_retired_key,
 )
 from pipelinerl_core.run.versions import remove_weights, retained, stored_versions
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision.log_copies import read_copies
-from pipelinerl_core.weights.checkpoint import complete_checkpoints
 
 LIVE_MARGIN = 10
 """Steps between the newest commit of a live run and the commit that defines the garbage."""

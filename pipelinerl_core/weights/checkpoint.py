@@ -13,7 +13,7 @@ from torch import Tensor
 from pipelinerl_core.errors import MissingObject, StoreError
 from pipelinerl_core.interfaces import ObjectStore, TensorMeta, WeightLayout
 from pipelinerl_core.run.reading import list_keys, read_record
-from pipelinerl_core.run.records import CheckpointManifest, CheckpointRef, checkpoint_prefix, parse_step_key
+from pipelinerl_core.run.records import CheckpointManifest, checkpoint_prefix, complete_checkpoints, parse_step_key
 from pipelinerl_core.storage.digests import entry_of, read_verified
 from pipelinerl_core.storage.keys import delete_with_folders
 from pipelinerl_core.weights.files import lay_out, metas_of, num_bytes, parse_copy
@@ -81,12 +81,6 @@ def load_checkpoint(store: ObjectStore, step: int, epoch: int) -> tuple[dict[str
         except MissingObject as error:
             raise StoreError(f"{store.url}/{key} names a missing object: {error}") from error
     return tensors, manifest.values
-
-
-def complete_checkpoints(keys: Iterable[str]) -> list[CheckpointRef]:
-    """The checkpoints whose manifest is among the keys below `checkpoints`."""
-    names = [parse_step_key(key) for key in keys if key.endswith(f"/{_MANIFEST}")]
-    return [CheckpointRef(step=step, epoch=epoch) for step, epoch in names]
 
 
 def prune_checkpoints(store: ObjectStore, keep: int = 2) -> list[tuple[int, int]]:

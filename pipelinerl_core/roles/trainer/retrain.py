@@ -19,8 +19,14 @@ from pipelinerl_core.roles.runtime.device import model_device
 from pipelinerl_core.run.history import read_commit, read_epochs
 from pipelinerl_core.run.processor import processor
 from pipelinerl_core.run.reading import list_keys
-from pipelinerl_core.run.records import CheckpointRef, commit_key, holds_adapters, parse_commit_key
-from pipelinerl_core.weights.checkpoint import complete_checkpoints, load_checkpoint
+from pipelinerl_core.run.records import (
+    CheckpointRef,
+    commit_key,
+    complete_checkpoints,
+    holds_adapters,
+    parse_commit_key,
+)
+from pipelinerl_core.weights.checkpoint import load_checkpoint
 from pipelinerl_core.weights.files import take_snapshot
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 

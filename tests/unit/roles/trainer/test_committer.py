@@ -20,10 +20,9 @@ from pipelinerl_core.roles.trainer.retrain import _checkpoints
 from pipelinerl_core.run import compaction
 from pipelinerl_core.run.compacted import StepRange, list_commits
 from pipelinerl_core.run.history import counted_commit_keys, read_commit, take_epoch
-from pipelinerl_core.run.records import CheckpointRef, commit_key
+from pipelinerl_core.run.records import CheckpointRef, commit_key, complete_checkpoints
 from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.types import FileEntry
-from pipelinerl_core.weights.checkpoint import complete_checkpoints
 from pipelinerl_core.weights.memory import private_memory
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.builders import put_commit, put_epoch
