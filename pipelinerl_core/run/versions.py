@@ -87,7 +87,7 @@ def find_commit(run: RunContext, version: str, *, may_replay: bool = False) -> C
     raise ConfigError(
         f"--version {version}: not durable (the newest step is {max(commits, default=-1)}, weights.durable_every="
         f"{weights.durable_every}, weights.keep={weights.keep}). `last` is the newest durable version. "
-        "`pipelinerl export` and `pipelinerl train --from` compute the weights of any step again"
+        "On a CPU, `pipelinerl export` and `pipelinerl train --from` compute the weights of any step again"
     )
 
 

@@ -41,8 +41,10 @@ def join_key(*parts: str) -> str:
 
 
 def delete_with_folders(store: ObjectStore, keys: Sequence[str]) -> None:
-    """Delete objects beside which nobody writes, and on a disk their empty folders, of which a run would keep one per
-    step."""
+    """Delete objects, and on a disk their folders if these are empty then: a run would keep an empty folder per step.
+
+    No process may write into these folders at the same time.
+    """
     store.delete(keys)
     if remove := getattr(store, "remove_empty", None):
         for folder in {key.rpartition("/")[0] for key in keys}:

@@ -522,7 +522,8 @@ def space_lines(configs: Sequence[RunConfig], root: str) -> list[str]:
 
 
 def _num_durable(config: RunConfig) -> int:
-    """Durable weight versions that a run keeps, at most: those of durable_every, and others beside checkpoints."""
+    """The number of durable weight versions that a run keeps: an upper bound, which includes versions that are stored
+    because of a checkpoint. With weights.keep=0 these are not counted."""
     weights, keep = config.weights, config.weights.keep
     every = weights.publish_every if weights.publish_every > 1 else weights.durable_every
     num_durable = config.trainer.steps // every + 1

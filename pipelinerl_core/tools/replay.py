@@ -47,7 +47,8 @@ def replay_run(url: str, first: int | None, last: int | None) -> Iterator[Replay
 def replayed_weights(context: RunContext, commit: Commit) -> Snapshot:
     """The weights after a committed step, computed from the newest checkpoint before it.
 
-    Raises ConfigError without such a checkpoint and on a GPU, PipelineRLError if they are not those of the run.
+    Raises ConfigError if there is no such checkpoint, or if a GPU would have to train steps again; PipelineRLError if
+    the weights are not those of the run.
     """
     load_stored_functions(context)
     commits = counted_commit_keys(context.store)

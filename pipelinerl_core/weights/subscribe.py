@@ -66,7 +66,7 @@ class WeightSubscriber:
             return None
         opened = open_shared(Path(manifest.shm))
         if opened is None:
-            return None  # its memory holds a newer version, or is that of another host
+            return None  # the memory holds a newer version, or another host has it
         try:
             verify(opened.data, entry, manifest.shm)
         except ChecksumMismatch:

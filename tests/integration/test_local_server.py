@@ -1,5 +1,6 @@
 """The local Prefect server: serves during its block, refuses web pages of other origins, ends with its parent."""
 
+import errno
 import json
 import sqlite3
 import stat
@@ -13,6 +14,7 @@ from urllib.request import Request, urlopen
 import psutil
 import pytest
 
+from pipelinerl.flows.cli import local_server as local_server_module
 from pipelinerl.flows.cli.local_server import local_server
 from pipelinerl_core.errors import PipelineRLError
 from tests.integration.browser import browser
@@ -147,6 +149,22 @@ def test_a_new_root_starts_with_the_empty_database_of_the_cache(tmp_path, monkey
         create_flow(url)
     with closing(sqlite3.connect(cached)) as database:
         assert database.execute("PRAGMA quick_check").fetchone() == ("ok",), "a damaged copy is replaced"
+
+
+def test_an_empty_file_in_the_cache_is_no_database(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_server_module, "_cached_database", lambda: tmp_path / "cached.db")
+    (tmp_path / "cached.db").touch()
+    local_server_module._copy_empty_database(tmp_path / "prefect.db")
+    assert [path.name for path in tmp_path.iterdir()] == ["cached.db"]
+
+
+def test_a_home_that_cannot_be_written_is_replaced_by_a_temporary_directory(monkeypatch):
+    def read_only(path):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(local_server_module, "private_directory", read_only)
+    with local_server_module._home("s3://bucket/runs") as home:
+        assert home.is_dir()
 
 
 def test_the_server_ends_when_its_parent_is_killed(tmp_path):

@@ -79,6 +79,14 @@ def test_swaps_are_no_time_of_decode_steps():
     assert calibration._decode(commits).at(8) == pytest.approx(0.02 * 8 / 8 * 0.5, rel=0.02)
 
 
+def test_rollouts_that_were_not_computed_count_with_their_own_lengths():
+    """Half of the rollouts failed at 2,000 tokens and taught nothing; the others have 200."""
+    metrics = {"train/tokens": 4 * 220.0, "train/rollouts": 4, "train/computed_fraction": 0.5}
+    assert calibration._row_tokens(SimpleNamespace(metrics=metrics)) == 8 * 220, "a run of an earlier version"
+    metrics |= {"rollout/prompt_mean": 20.0, "rollout/length_mean": 1100.0}
+    assert calibration._row_tokens(SimpleNamespace(metrics=metrics)) == 8 * 1120
+
+
 def test_a_recorded_run_gives_speeds_and_a_prediction(recorded):
     calibrated = calibrate(recorded)
     assert calibrated.config.engine.concurrency == 48

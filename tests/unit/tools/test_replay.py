@@ -1,6 +1,8 @@
 """Where a restart begins: at the newest whole checkpoint."""
 
 import logging
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from pipelinerl_core.roles.trainer import retrain
 from pipelinerl_core.roles.trainer.retrain import inexact_steps, replay_steps, restore
 from pipelinerl_core.run.history import take_epoch
 from pipelinerl_core.run.records import CheckpointRef
+from pipelinerl_core.tools import replay
 from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.weights.checkpoint import save_checkpoint
 from tests.builders import put_commit
@@ -34,7 +37,7 @@ def run():
     store, commits = MemoryStore(), {}
     for step in range(6):
         if step in CHECKPOINTS:
-            save_checkpoint(store, step, EPOCH, LiveState({"w": torch.full((4,), float(step))}, {"version": step}))
+            save(store, step, EPOCH)
         newest = max(checkpoint for checkpoint in CHECKPOINTS if checkpoint <= step)
         commits[step] = put_commit(store, step, EPOCH, checkpoint=CheckpointRef(step=newest, epoch=EPOCH))
     return store, commits
@@ -68,6 +71,47 @@ def test_a_damaged_checkpoint_costs_a_longer_replay_and_no_more(run, caplog):
     store.put(f"checkpoints/00000000.{EPOCH}/manifest.json", b"{")
     with pytest.raises(ConfigError, match="no intact checkpoint at or before step 5"):
         restored(run)
+
+
+def save(store, step, epoch):
+    save_checkpoint(store, step, epoch, LiveState({"w": torch.full((4,), float(step))}, {"version": step}))
+
+
+def test_a_checkpoint_that_no_commit_names_is_loaded_if_its_step_counts(run):
+    """A drain writes it after its last commit."""
+    store = run[0]
+    save(store, 3, EPOCH)
+    save(store, 5, EPOCH + 1)  # of a trainer whose step 5 does not count
+    assert [restored(run, step) for step in range(6)] == [0, 0, 2, 3, 4, 4]
+    flip(store, 4)
+    assert restored(run) == 3
+
+
+def test_a_checkpoint_that_a_wrong_listing_lacks_is_loaded_by_its_name_in_a_commit(run, monkeypatch):
+    monkeypatch.setattr(run[0], "list", lambda prefix: [])
+    assert restored(run) == 4
+
+
+@pytest.mark.parametrize("version", [4, 5])
+def test_a_gpu_trains_no_step_again_for_a_version(run, monkeypatch, version):
+    config = SimpleNamespace(trainer=SimpleNamespace(ranks=1))
+    context = SimpleNamespace(store=run[0], config=config)
+    learners = SimpleNamespace(build=lambda config: Learner())
+    for name, value in {
+        "load_stored_functions": lambda context: None,
+        "counted_commit_keys": lambda store: run[1],
+        "open_learners": lambda url, ranks: nullcontext(learners),
+        "model_device": lambda config: torch.device("cuda"),
+        "stored_versions": lambda store: {0, 2, 4},
+        "take_snapshot": lambda learner: SimpleNamespace(entry=SimpleNamespace(digest="same")),
+    }.items():
+        monkeypatch.setattr(replay, name, value)
+    commit = SimpleNamespace(step=version, weights_digest="same")
+    if version == 4:  # its checkpoint has its state
+        assert replay.replayed_weights(context, commit).entry.digest == "same"
+    else:
+        with pytest.raises(ConfigError, match=r"version 5: its weights are not stored.*a stored version: 0, 2, 4"):
+            replay.replayed_weights(context, commit)
 
 
 def test_a_store_that_does_not_answer_is_no_damaged_checkpoint(run, monkeypatch):
