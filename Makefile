@@ -27,7 +27,7 @@ export GOMP_SPINCOUNT ?= 0
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart demo test test-slow campaigns chaos simulate-protocol check docs docs-reference docs-capture bench bench-gpu gpu-day bench-peers format images
+.PHONY: help install quickstart demo test test-slow campaigns chaos simulate-protocol check docs docs-reference docs-capture bench gpu-day bench-peers format images
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -129,10 +129,7 @@ $(PEERS)/.installed: $(STAMP) requirements-bench.lock
 	$(PIP) --upgrade --target $(PEERS) -r requirements-bench.lock
 	@touch $@
 
-bench-gpu: ## measure engines and learner on a GPU, write docs/results-gpu.md; torch and transformers are enough (ARGS=--help)
-	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m benchmarks.gpu --out docs/results-gpu.md $(ARGS)
-
-gpu-day: ## run a stage of the GPU day: STAGE=1 to 6, or STAGE=pack on another machine (docs/gpu-day.md)
+gpu-day: ## run a stage of the GPU day: STAGE=1 to 7, or STAGE=pack on another machine (docs/gpu-day.md)
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) infra/gpu_day.py $(or $(STAGE),--help) $(ARGS)
 
 bench: install $(DEV) ## run a benchmark (NAME=engine ARGS=--json; NAME=--help lists them)

@@ -4,7 +4,6 @@
     checkpoint   a checkpoint: how long training stops, memory, and reading
     demo         CPU seconds of a step of the preset smollm2 beside bare loops
     engine       tokens per second of the embedded engine and of transformers' continuous batching
-    gpu          engines and learner on a GPU (`make bench-gpu` also writes docs/results-gpu.md)
     learner      a step beside a plain loop and TRL
     learning     schedules compared at the same accuracy, or controls of the objective
     memory       memory of trainer and actor on a CPU, predicted and measured

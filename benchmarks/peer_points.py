@@ -1,7 +1,7 @@
 """Reads the points.json of a reference library's run as commits and accuracies, so that the run is an arm.
 
-<root>/peers/<name>-s<seed>-<digest of its settings>/points.json: {name, seed, settings, config, points: [{step,
-seconds, samples, reward, accuracy}], rewards: one per step, step_seconds: one per step}, written by
+<root>/peers/<name>-s<seed>-<digest of its settings>/points.json: {name, seed, target, settings, config, points:
+[{step, seconds, samples, reward, accuracy}], rewards: one per step, step_seconds: one per step}, written by
 `benchmarks.peers`.
 """
 

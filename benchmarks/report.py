@@ -1,6 +1,6 @@
 """What all benchmarks share: options, the machine, Markdown tables, files, and a JSON document or a table on stdout.
 
-Standard library only: `bench gpu` also runs where only torch and transformers are installed.
+Standard library only: the GPU day also uses it.
 """
 
 import argparse
@@ -11,10 +11,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-
-class NotMeasured(Exception):
-    """A part of a benchmark cannot run on this machine; the message says why."""
 
 
 def machine() -> dict[str, Any]:

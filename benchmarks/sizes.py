@@ -1,4 +1,4 @@
-"""Shapes of the random models of benchmarks; imports no torch, so that `bench gpu --help` does not need torch."""
+"""Shapes of the random models of benchmarks."""
 
 from typing import Any
 

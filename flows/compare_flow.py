@@ -20,6 +20,7 @@ from pydantic import Field
 from pipelinerl.flows.parameters import described
 from pipelinerl.flows.train_flow import Override, Overrides, Preset, Root, open_at, run_roles, train_opened
 from pipelinerl.tasks.notifications import MLFLOW_LABEL, REPORT_LABEL, URL_LABEL, label_flow_run
+from pipelinerl.tasks.outage import SERVER_SECONDS, server_answers
 from pipelinerl.tasks.placement import RUN_THREAD, DeployedRole, LocalRole, Role, RunRoles, RunThread, request_stop
 from pipelinerl.tasks.report import show_comparison, write_comparison, write_reports
 from pipelinerl.tasks.run_watch import RunWatch
@@ -261,6 +262,7 @@ def _role_of(
     }
     if wanted.deployment:
         return DeployedRole(wanted.deployment, parameters, "run", run.config.placement.max_restarts)
+    server_answers(SERVER_SECONDS)  # otherwise one run after the other would fail during an outage
     local = {**parameters, "is_checked": is_checked}
     return LocalRole(lambda stop: run_here.submit(run.run_id, local, RunThread(stop, wanted.limit == 1)), changed)
 

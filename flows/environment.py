@@ -7,7 +7,9 @@ _DEFAULTS = {
     "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     # The UI shows these log lines with the flow run, also the warnings and errors of the roles (role_problems.py).
-    "PREFECT_LOGGING_EXTRA_LOGGERS": "pipelinerl,pipelinerl_core.run,pipelinerl_core.supervision",
+    "PREFECT_LOGGING_EXTRA_LOGGERS": (
+        "pipelinerl,pipelinerl_core.run,pipelinerl_core.supervision,pipelinerl_core.telemetry,pipelinerl_core.tools"
+    ),
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     "PREFECT_SHOW_PROMOTIONAL_CONTENT": "false",
     # MLflow is imported in the same process; this switches off the telemetry of MLflow.

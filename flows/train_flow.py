@@ -2,7 +2,7 @@
 
 import logging
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated, Any
@@ -213,9 +213,16 @@ def unless_complete(watch: RunWatch, work: str, remedy: str) -> Iterator[None]:
 def open_job(job: Job, *, is_checked: bool) -> tuple[RunContext, RunTracker]:
     """Create the run of a job, or open it if its run.json exists."""
     if job.run:
-        note_resume(job.run.store, job.overrides)
         url = job.run.store.url
-        return open_at(url, job.config, {}, run=job.run, is_checked=is_checked, parameters={"resume": url})
+        return open_at(
+            url,
+            job.config,
+            {},
+            run=job.run,
+            is_checked=is_checked,
+            parameters={"resume": url},
+            overrides=job.overrides,
+        )
     root = root_url(job.root)
     # An earlier start of this flow run has named the run; the name in a file may have changed since.
     url = run_url(root, started_run() or new_run_id(job.name, str(flow_run.id)))
@@ -230,12 +237,13 @@ def open_at(
     run: RunContext | None = None,
     is_checked: bool = False,
     parameters: Mapping[str, str] | None = None,
+    overrides: Sequence[str] = (),
 ) -> tuple[RunContext, RunTracker]:
     """Open the run at a URL; if there is none, create the run with this configuration.
 
     A run that exists keeps its stored configuration. labels: tags of the MLflow run. run: the run, if the caller has
     opened it. is_checked: the caller has checked the configuration. parameters: of the flow run, by which a retry
-    finds the run.
+    finds the run. overrides: of a resume, stored for the roles once nothing refuses the start.
     """
     show_supervision()
     flow_run_id = str(flow_run.id)
@@ -247,6 +255,8 @@ def open_at(
         count_start(url, flow_run_id, flow_run.run_count, config.placement.max_resumes)
         if not is_checked:
             preflight(config, url.rpartition("/")[0], run=run)
+    if run:
+        note_resume(run.store, overrides)
     config = config if run else with_tags_of_flow_run(pinned(config))
     tracker, mlflow = open_tracker(config, url, run.record if run else None, flow_run_id, labels)
     if run is None:

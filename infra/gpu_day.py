@@ -84,13 +84,23 @@ def sized(module: str, size: str, seconds: float, *arguments: str, toy: tuple[st
     return day(f"{module} {size}", module, seconds, "--size", size, *arguments, toy=tiny)
 
 
+def both_dtypes(module: str, *arguments: str, toy: tuple[str, ...]) -> tuple[Part, ...]:
+    """A part in float32 and in bfloat16; toy: more arguments without a GPU."""
+    options = {dtype: (*arguments, "--dtype", dtype) for dtype in ("float32", "bfloat16")}
+    return tuple(
+        day(f"{module} {dtype}", module, 100, *given, toy=(*given, *toy)) for dtype, given in options.items()
+    )
+
+
 TOY = ("--toy",)
+SMALL = ("--size", "tiny", "--slots", "2", "--max-tokens", "16")
+LOAD = ("--dtype", "bfloat16", "--slots", "64", "256", "--max-tokens", "256")
 STAGES: dict[int, tuple[str, tuple[Part, ...]]] = {
-    1: ("imports, kernels, parity", (
+    1: ("imports, kernels, engine and attention", (
         day("imports", "imports", 60, toy=()),
         day("kernels", "kernels", 200, toy=()),
-        day("parity float32", "parity", 200, "--dtype", "float32", toy=("--dtype", "float32", *TOY)),
-        day("parity bfloat16", "parity", 200, "--dtype", "bfloat16", toy=("--dtype", "bfloat16", *TOY)),
+        *both_dtypes("engine", "embedded", toy=SMALL),
+        *both_dtypes("attention", toy=("--size", "tiny", "--tokens", "64")),
     )),
     2: ("the quickstart on one card", (day("quickstart", "quickstart", 530, toy=TOY),)),
     3: ("killed roles", (day("quickstart with kills", "quickstart", 530, "--kill", toy=("--kill", *TOY)),)),
@@ -107,6 +117,10 @@ STAGES: dict[int, tuple[str, tuple[Part, ...]]] = {
     6: ("schedules on one card", (
         day("schedules", "schedules", 340, toy=TOY),
         day("SmolLM2", "quickstart", 330, "--preset", "smollm2", toy=None),
+    )),
+    7: ("engines under load", tuple(
+        day(engine, "engine", 265, engine, *LOAD, toy=(engine, "--dtype", "bfloat16", *SMALL))
+        for engine in ("embedded", "vllm")
     )),
 }  # fmt: skip
 

@@ -72,6 +72,10 @@ class EngineError(PipelineRLError):
     """The engine cannot generate."""
 
 
+class PromptRefused(EngineError):
+    """The prompt of a request can never be served: it has no token, or is too long."""
+
+
 class SwapError(EngineError):
     """A weight swap failed; the engine keeps its last good version or is dead."""
 

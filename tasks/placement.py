@@ -6,6 +6,7 @@ The flows call RunRoles with names of roles and do not depend on where a role ru
 import logging
 import math
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import Event
 from typing import Any, Protocol
-from uuid import UUID
+from uuid import UUID, uuid4
 
 from prefect import get_client
 from prefect.blocks.system import Secret
@@ -33,6 +34,7 @@ from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Cancelling
 
+from pipelinerl.tasks.outage import SERVER_SECONDS, server_answers
 from pipelinerl.tasks.role_tasks import NODE_PREFIX, run_actor, run_evaluation, run_hub, run_trainer, run_trainer_node
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.gpu_counts import gpus_of
@@ -158,6 +160,7 @@ class DeployedRole:
             max_restarts, restart_rule(max_restarts), clock=time.monotonic, stable_seconds=STABLE_SECONDS
         )
         self._is_stopping = False
+        server_answers(SERVER_SECONDS)  # otherwise the requests below say what is wrong
         self._follow(self._left_by_earlier_start() or self._start())
 
     def begin(self) -> None:
@@ -190,6 +193,8 @@ class DeployedRole:
             tags=[run_tag(self._run_id)],
             flow_run_name=f"{self._run_id}-{self._name}",
             job_variables=self._known_variables(),
+            # Prefect's client repeats a request whose answer is lost, and must not start a second flow run.
+            idempotency_key=str(uuid4()),
         )
         if not isinstance(started, FlowRun):
             raise TypeError(f"run_deployment returned {type(started).__name__} instead of a FlowRun")
@@ -509,7 +514,7 @@ def name_flow_run(run_id: str, parameters: Mapping[str, str], tags: Sequence[str
 
 def secret_name(run_id: str) -> str:
     """Name of the Prefect Secret block with the hub token of a run on work pools."""
-    return f"pipelinerl-{run_id}"
+    return f"pipelinerl-{re.sub(r'[^a-z0-9-]', '-', run_id.lower())}"  # no other characters are allowed
 
 
 def hub_token(run: RunContext) -> str:

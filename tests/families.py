@@ -4,13 +4,14 @@ from typing import Any
 
 from transformers import AutoConfig
 
-_RUNS = """llama qwen2 qwen3 qwen2_moe qwen3_moe mistral mixtral gemma gemma3_text phi phi3 olmo olmo2 olmoe glm glm4
+_RUNS = """llama qwen2 qwen3 qwen2_moe qwen3_moe mistral mixtral gemma gemma3_text phi3 olmo olmo2 olmoe glm glm4
 smollm3 starcoder2 deepseek_v3 granite gpt2 gpt_neox opt ernie4_5 exaone4 seed_oss"""
 FAMILIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_RUNS.split(), ()),
     "gemma2": ("sampled",),
+    "phi": ("trained",),
     "gpt_neo": ("sampled",),
-    "gptj": ("sampled",),
+    "gptj": ("trained", "sampled"),
     "cohere2": ("trained", "sampled"),
     "bloom": ("trained", "sampled"),
     "falcon": ("trained", "sampled"),

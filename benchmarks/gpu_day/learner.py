@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.gpu_day.models import write_random
 from benchmarks.gpu_day.part import device_name, emit
-from benchmarks.gpu_learner import GROUP_SIZE, model_flops, peak_tflops, step_of, step_seconds
+from benchmarks.gpu_day.steps import GROUP_SIZE, model_flops, peak_tflops, step_of, step_seconds
 from benchmarks.sizes import SIZES
 from pipelinerl_core.algo import products
 from pipelinerl_core.batching.collate import num_forward_tokens

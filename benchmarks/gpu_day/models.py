@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.engine_load import random_model
-from benchmarks.gpu_engine import copy_seconds
+from benchmarks.gpu_day.engine import copy_seconds
 from pipelinerl_core.training.tiny_model import byte_tokenizer
 
 

@@ -4,8 +4,8 @@ Run: python -m benchmarks.gpu_day.schedules [--toy]
 
 The model has the shape of SmolLM2-135M and random weights; rewards are random. Pipeline: engine and learner compute
 side by side, or with placement.share_gpu=turns one after the other, each with the memory of the device; conventional:
-the engine waits for each step, and both keep their memory. The plain loop is
-transformers' `generate`, then one padded optimizer step, in one process without scoring processes, store and commits.
+the engine waits for each step, and both keep their memory. The plain loop (benchmarks/peers/sequential.py) generates,
+then takes a step, in one process without scoring processes, store and commits.
 """
 
 import argparse
@@ -21,12 +21,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.gpu_day.local_run import LocalRun
 from benchmarks.gpu_day.models import write_random
 from benchmarks.gpu_day.part import device_name, emit
-from benchmarks.peers import sequential
+from benchmarks.peers.sequential import PlainLoop
 from benchmarks.peers.task import PeerTask
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.prompts import build_source
+from pipelinerl_core.roles.runtime.inference import build_codec
 from pipelinerl_core.tools.audit import Audit
 
 FULL = (
@@ -113,19 +114,18 @@ def loop_row(config: RunConfig, model: str, device: str) -> dict[str, Any]:
         model=policy.to(device),
         tokenizer=AutoTokenizer.from_pretrained(model),
         prompt=build_source(config).prompt,
+        encode=build_codec(config).encode,
+        end_token_ids=frozenset(),
         verify=lambda text, task: float(torch.rand(()).item() < 0.5),
         out=Path(model), every=0, target=0.0, max_seconds=RUN_SECONDS, threads=torch.get_num_threads(),
     )  # fmt: skip
-    optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
-    steps, started = 0, time.monotonic()
+    loop, steps, started = PlainLoop(task), 0, time.monotonic()
     warm = started
     while steps < config.trainer.steps and time.monotonic() < started + RUN_SECONDS:
-        batch = sequential.generate(task, [task.prompt(index) for index in range(config.trainer.groups_per_step)])
-        optimizer.zero_grad()
-        sequential.loss_of(task, batch).backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(task.model.parameters(), 1.0).item()  # waits for the device
-        optimizer.step()
         steps += 1
+        loop.step(steps)
+        if device == "cuda":
+            torch.cuda.synchronize()
         if steps == 1:
             warm = time.monotonic()
     return row_of("plain loop", config, steps - 1, time.monotonic() - warm)

@@ -1,4 +1,5 @@
-"""Add the held-out accuracy of a reference trainer's weights to points.json, with the evaluator of runs.
+"""Add the held-out accuracy of a reference trainer's weights to points.json, with the evaluator of runs, and print
+when the target was reached.
 
 python -m benchmarks.peers evaluate --out DIR [--prompts 1000]
 """
@@ -7,12 +8,17 @@ import argparse
 import asyncio
 import logging
 import os
+import statistics
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import torch as safetensors
 
+from benchmarks.peer_points import peer_run
 from benchmarks.peers.record import read_points, weights_file, write_points
+from pipelinerl_core.comparison.analysis import first_crossing, learning_curve
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.interfaces import WeightUpdate
 from pipelinerl_core.models.resolve import build_config
@@ -46,6 +52,19 @@ async def add_accuracies(out: Path, num_prompts: int) -> None:
         await engine.close()
 
 
+def outcome(document: Mapping[str, Any]) -> str:
+    """When an evaluated run reached its target, and the seconds of its steps."""
+    curve = [(point.seconds, point.accuracy) for point in learning_curve(peer_run(document))]
+    reached = first_crossing(curve, document["target"])
+    seconds = statistics.median(document["step_seconds"])
+    after = "never" if reached is None else f"after {reached:.0f} s"
+    return (
+        f"{document['name']}, seed {document['seed']}: reaches {document['target']} {after}; "
+        f"{seconds:.2f} s per step (median of {len(document['step_seconds'])}); best accuracy "
+        f"{max(accuracy for _, accuracy in curve):.3f}"
+    )
+
+
 def _update(out: Path, step: int) -> WeightUpdate:
     data = (out / weights_file(step)).read_bytes()
     return WeightUpdate(version=step, tensors=safetensors.load(data), num_bytes=len(data))
@@ -62,6 +81,7 @@ def main() -> int:
     configure_logging()
     limit_threads(arguments.threads)
     asyncio.run(add_accuracies(arguments.out, arguments.prompts))
+    sys.stdout.write(f"{outcome(read_points(arguments.out))}\n")
     return 0
 
 

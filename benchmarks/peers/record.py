@@ -1,4 +1,4 @@
-"""Records a reference trainer: weights of every k-th step, and points.json {name, seed, settings, config, points}.
+"""Records a reference trainer: weights of every k-th step, and points.json (benchmarks/peer_points.py).
 
 The seconds of a point do not include the time of saving. `evaluate` adds the accuracy from the saved weights.
 """
@@ -48,6 +48,7 @@ class Recorder:
         self._document: dict[str, Any] = {
             "name": name,
             "seed": config.seed,
+            "target": target,
             "settings": dict(settings),
             "config": config.model_dump(mode="json"),
             "points": [],

@@ -14,13 +14,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.peers.record import Recorder
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.verifier import verifier_name
+from pipelinerl_core.engine.embedded.load import eos_of
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.gym.tasks import evaluating, scored_tasks
 from pipelinerl_core.models.paths import resolve_model_path
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.rewards.pool import VERIFIERS
-from pipelinerl_core.types import Prompt
+from pipelinerl_core.roles.runtime.inference import build_codec
+from pipelinerl_core.types import Int32Array, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,10 @@ class PeerTask:
     tokenizer: Any
     prompt: Callable[[int], Prompt]
     """The prompt at a position of the training sequence, as in runs of PipelineRL."""
+    encode: Callable[[Prompt], Int32Array]
+    """The token ids of a prompt, with the chat template if the configuration asks for it."""
+    end_token_ids: frozenset[int]
+    """Tokens that end a completion and are part of it."""
     verify: Callable[[str, Mapping[str, Any]], float]
     """(text of a completion, task of its prompt) -> reward; in this process, without the cost of a worker."""
     out: Path
@@ -82,7 +88,7 @@ def open_task(arguments: argparse.Namespace) -> PeerTask:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(config.seed)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, config.dtype), local_files_only=True)
     if evaluated := evaluating(scored_tasks(config)):
         raise ConfigError(
             f"prompts.tasks={', '.join(evaluated)}: reference trainers score without isolation. "
@@ -107,6 +113,8 @@ def open_task(arguments: argparse.Namespace) -> PeerTask:
         model=model,
         tokenizer=tokenizer,
         prompt=build_source(config).prompt,
+        encode=build_codec(config).encode,
+        end_token_ids=frozenset(eos_of(model)),
         verify=getattr(importlib.import_module(module), function),
         out=arguments.out,
         every=arguments.every,

@@ -4,7 +4,7 @@ A process that trains loads them into OWN at its start (training/own_functions.p
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,8 @@ def own_advantages(group: Sequence[ScoredRollout], config: LossConfig) -> list[t
     subject = f"loss.advantage_function={config.advantage_function}"
     result = own_function(config.advantage_function)(group, **config.advantage_options)
     try:
+        if isinstance(result, Mapping | Set | str):
+            raise TypeError
         advantages = [
             tuple(map(float, advantage)) if isinstance(advantage, Sequence) else (float(advantage),)
             for advantage in result

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any
 
+import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -350,6 +351,4 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 def as_toml(config: RunConfig) -> str:
     """The resolved configuration as TOML that `load_config` reads back to an equal one."""
-    import tomli_w  # noqa: PLC0415 - pydantic is the only other package that the learner of `make bench-gpu` needs
-
     return tomli_w.dumps(config.model_dump(mode="json"))

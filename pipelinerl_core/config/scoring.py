@@ -30,8 +30,11 @@ class RewardConfig(Section):
     workers: int = Field(1, ge=1)
     """Scoring processes per actor. Raise if completions wait for their rewards."""
     timeout_seconds: float = Field(5.0, gt=0)
-    """Seconds that scoring one completion may take; then the scoring process is killed and the completion counts as a
-    wrong answer. Raise for slow verifiers."""
+    """Seconds that scoring one completion may take; then the scoring process is killed and the completion has the
+    reward timeout_reward. Raise for slow verifiers."""
+    timeout_reward: float = Field(0.0, ge=-1e9, le=1e9)
+    """Reward of a completion whose scoring takes longer than timeout_seconds. Set to the lowest reward of a function
+    with negative rewards: otherwise a text that makes the function slow is the best one."""
     isolation: Literal["auto", "none"] = "auto"
     """auto: scoring processes drop access to files, network and other processes as far as the kernel allows
     (Landlock, seccomp); tasks whose scorers evaluate a model's text require all restrictions. none: limits of time

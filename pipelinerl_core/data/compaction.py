@@ -126,10 +126,9 @@ def compact_rollouts(store: ObjectStore, keep: int = 0) -> int:
 
     Raises StoreError. The next call continues.
     """
-    through = removable_through(store, keep, spare=1)
+    end = removed_through(store, keep, spare=1)
     objects, files = list_rollouts(store), list_commits(store).files
-    if through >= 0:
-        end = max((file.last for file in files if file.last <= through), default=-1)
+    if end >= 0:
         store.delete([steps.rollouts_key for steps in objects if steps.last <= end])
         delete_with_folders(store, [key for key in list_keys(store, BATCHES_PREFIX) if parse_step_key(key)[0] <= end])
         objects, files = ([steps for steps in each if steps.last > end] for each in (objects, files))
@@ -153,6 +152,14 @@ def compact_rollouts(store: ObjectStore, keep: int = 0) -> int:
     segments.delete_decided(commits[-1], unwritten)
     logger.info("%d objects of compacted rollouts are written", num_objects)
     return num_objects
+
+
+def removed_through(store: ObjectStore, keep: int, *, spare: int = 0) -> int:
+    """The last step whose rows are removed: whole files of compacted commits, as far as `removable_through`."""
+    through = removable_through(store, keep, spare=spare)
+    if through < 0:
+        return -1
+    return max((file.last for file in list_commits(store).files if file.last <= through), default=-1)
 
 
 def removable_through(store: ObjectStore, keep: int, *, spare: int = 0) -> int:

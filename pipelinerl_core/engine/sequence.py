@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl_core.algo.spans import joined
-from pipelinerl_core.errors import EngineError
+from pipelinerl_core.errors import EngineError, PromptRefused
 from pipelinerl_core.types import (
     Chunk,
     Completion,
@@ -99,17 +99,17 @@ class SlotSequence(OpenSequence):
 
 
 def check_request(request: EngineRequest, *, max_len: int, is_eos_V: NDArray[np.bool_]) -> None:
-    """Raise EngineError if a request can never be served; is_eos_V [V] is True for end tokens."""
+    """Raise EngineError, or PromptRefused, if a request can never be served; is_eos_V [V] is True for end tokens."""
     name, prompt_len = f"request {request.request_id!r}", len(request.prompt_token_ids)
     num_prior = 0 if request.prior is None else len(request.prior.token_ids)
     if prompt_len == 0:
-        raise EngineError(f"{name} has an empty prompt. Give at least one prompt token")
+        raise PromptRefused(f"{name} has an empty prompt. Give at least one prompt token")
     if request.max_tokens <= num_prior:
         raise EngineError(
             f"{name}: max_tokens={request.max_tokens} must be above the {num_prior} tokens of the prior"
         )
     if prompt_len + request.max_tokens > max_len:
-        raise EngineError(
+        raise PromptRefused(
             f"{name}: {prompt_len} prompt tokens + max_tokens={request.max_tokens} exceed the engine's "
             f"max_len={max_len}. Shorten the prompt, lower max_tokens or build the engine with a larger max_len"
         )

@@ -105,13 +105,13 @@ class Ask:
         if self.problem:
             raise AskError("ask was called after an error of ask")
         history = [self._text(message, f"messages[{index}]") for index, message in enumerate(messages)]
-        new, after = self._new_messages(history)
-        tools_text = f"[{','.join(self._text(tool, 'tools') for tool in tools)}]"
+        num_known, after = self._known_messages(history)
+        new, tools_text = _json_list(list(messages)[num_known:]), self._tools_text(tools)
         if self._is_spent:
             raise BudgetSpent
         self._is_waiting = True
         try:
-            reply = await self._port.ask(f"[{','.join(new)}]", tools_text, after)
+            reply = await self._port.ask(new, tools_text, after)
         except TooLong as error:
             raise self._misused(str(error)) from None
         except asyncio.CancelledError:
@@ -164,8 +164,8 @@ class Ask:
         """Refuse all further calls."""
         self._is_closed = True
 
-    def _new_messages(self, history: list[str]) -> tuple[list[str], int]:
-        """The messages after the longest known history that the given one continues, and its last turn, or -1."""
+    def _known_messages(self, history: list[str]) -> tuple[int, int]:
+        """The length of the longest known history that the given one continues, and its last turn, or -1."""
         num_known, after, digests = 0, -1, Digests()
         for num, message in enumerate(history, 1):
             digests.add(message)
@@ -173,7 +173,12 @@ class Ask:
                 num_known, after = num, self._turns[digest]
         if num_known == len(history):
             raise self._misused("ask was called without a new message")
-        return history[num_known:], after
+        return num_known, after
+
+    def _tools_text(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        for tool in tools:
+            self._text(tool, "tools")
+        return _json_list(tools)
 
     def _text(self, value: Any, name: str, *, is_message: bool = True) -> str:
         if is_message and not isinstance(value, Mapping):
@@ -205,8 +210,16 @@ class Digests:
         return self._sha256.digest()
 
 
-def json_text(value: Any) -> str:
-    """The value as JSON that encodes as UTF-8; raises TypeError, ValueError or RecursionError."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
+def json_text(value: Any, *, is_sorted: bool = True) -> str:
+    """The value as JSON that encodes as UTF-8; raises TypeError, ValueError or RecursionError.
+
+    is_sorted: keys in alphabetical order, so that equal values have equal texts.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=is_sorted, separators=(",", ":"))
     text.encode()  # a lone surrogate is a UnicodeEncodeError, which is a ValueError
     return text
+
+
+def _json_list(values: Sequence[Any]) -> str:
+    """Messages or tools with their keys in the given order, in which a chat template writes them."""
+    return json_text(list(values), is_sorted=False)

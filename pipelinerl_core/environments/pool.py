@@ -105,7 +105,9 @@ class _Judge:
     async def played(self, task: Mapping[str, Any], transcript: Transcript) -> Played:
         """The scored episode. Raises RewardError."""
         text = json.loads(transcript.text)[self._field].strip()
-        prompt = Prompt(prompt_id="", source="", env=self._env, text=str(task.get("prompt", "")), task=dict(task))
+        asked = task.get("prompt", "")
+        messages = tuple(asked) if isinstance(asked, list) else ()
+        prompt = Prompt(prompt_id="", source="", env=self._env, text=str(asked), messages=messages, task=dict(task))
         score = await self._scorer.score(prompt, text)
         components = score.components or (RewardComponent("reward", score),)
         return Played(score=Score(score, components))

@@ -309,6 +309,7 @@ class Ledger(LedgerView):
             actors = {str(actor): sample.model_dump() for actor, sample in self.actor_reports.samples.items()}
             return Reserved(re=0, is_ready=False, reason=reason, ready_groups=self.num_ready, actors=actors)
         self.waits.trainer_resumes(self._clock())
+        self._pool.num_filtered = 0
         summaries = {
             group_id: self._pool.ready.take(group_id) for group_id in self._pool.choose(step, self._schedule)
         }
@@ -331,7 +332,9 @@ class Ledger(LedgerView):
         needed = self._schedule.needed_groups(step)
         if self.num_ready >= needed:
             return ""
-        return f"{self.num_ready} of {needed} groups are ready, {self.num_leased} leased, {self.num_queued} queued"
+        reason = f"{self.num_ready} of {needed} groups are ready, {self.num_leased} leased, {self.num_queued} queued"
+        filtered = self._pool.num_filtered
+        return f"{reason}; {filtered} were filtered, whose rewards are all equal" if filtered else reason
 
     def _waits_for_old_groups(self, step: int) -> str:
         """With stale=wait: the reason if a step is held back, else an empty string.

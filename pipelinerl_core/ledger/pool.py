@@ -38,6 +38,8 @@ class GroupPool:
         self.tokens = TokenLedger()
         self.segments = SegmentIndex()
         self.next_group_id = 0
+        self.num_filtered = 0
+        """Groups filtered since the last reservation."""
 
     def start_at(self, group_id: int) -> None:
         """Set the frontier: groups below `group_id` were leased by earlier hubs."""
@@ -130,6 +132,7 @@ class GroupPool:
             return Arrival.FAILED
         if is_filtered(summary, self._config):
             self.decide(summary, Fate.FILTERED)
+            self.num_filtered += 1
             return Arrival.FILTERED
         self.ready.add(summary)
         return Arrival.READY

@@ -120,6 +120,16 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     return entries
 
 
+def end_tokens_of(directory: Path) -> Any:
+    """eos_token_id of a model directory, from the file that engines prefer; None without one."""
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        end_tokens = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        if end_tokens is not None:
+            return end_tokens
+    return None
+
+
 def within_context(directory: Path, num_tokens: int) -> int:
     """num_tokens, or the context of the model if that is shorter. Raises ConfigError."""
     return min(num_tokens, context_of(read_model_config(directory)) or num_tokens)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import date
 from functools import lru_cache
 from itertools import takewhile
 from typing import Any
@@ -19,6 +20,9 @@ _MARK = "<the-system-message>"
 """Stands for the system message while the system turn of a chat template is located."""
 _PROBE = "probe0question"
 """Stands for the text of a message."""
+_TODAY = date(2024, 7, 26)
+"""The date of chat templates that write one: the same prompt has the same tokens on each day and host. Llama's
+templates take this date where there is no clock."""
 _DIVIDER = "\ufdd0\ufdd1"
 """Divides text that must not become a special token. Unicode reserves both code points for uses like this one."""
 
@@ -184,8 +188,9 @@ def render(tokenizer: Any, messages: Messages, tools: Messages = (), *, is_promp
 def _apply(tokenizer: Any, messages: Messages, tools: Messages = (), *, is_prompt: bool = True) -> str:
     try:
         rendered = tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) or None, add_generation_prompt=is_prompt, tokenize=False
-        )
+            list(messages), tools=list(tools) or None, add_generation_prompt=is_prompt, tokenize=False,
+            strftime_now=_TODAY.strftime,
+        )  # fmt: skip
     except (TemplateError, ConfigError):
         raise
     except Exception as error:  # a template may raise any error

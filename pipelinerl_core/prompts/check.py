@@ -12,14 +12,15 @@ from pipelinerl_core.check_process import run_check
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.mixture import naming
 from pipelinerl_core.config.prompts import SumsPrompts
-from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.errors import ConfigError, EnvironmentFailed
 from pipelinerl_core.interfaces import PromptSource
-from pipelinerl_core.models.paths import read_model_config, resolve_model_path, within_context
+from pipelinerl_core.models.paths import end_tokens_of, read_model_config, resolve_model_path, within_context
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts import encode_prompt
 from pipelinerl_core.prompts.chat import prompt_as_text
 from pipelinerl_core.prompts.source import build_all
 from pipelinerl_core.prompts.table import TableSource
+from pipelinerl_core.prompts.turns import ChatTurns
 
 MAX_MEASURED = 2000
 """Training prompts whose tokens are counted; the first of the run."""
@@ -91,7 +92,8 @@ def _check_part(config: RunConfig, source: PromptSource) -> list[str]:
     if directory is None or is_known_to_fit or config.environment.path:  # an environment writes its own messages
         return lines
     tokenizer = load_tokenizer(directory)
-    return [*lines, lengths_line(config, source, directory, tokenizer), _first_line(config, source, tokenizer)]
+    lines += [lengths_line(config, source, directory, tokenizer), _first_line(config, source, tokenizer)]
+    return lines + (_end_lines(directory, tokenizer) if config.model.chat_template else [])
 
 
 def _first_line(config: RunConfig, source: PromptSource, tokenizer: Any) -> str:
@@ -112,6 +114,21 @@ def _first_line(config: RunConfig, source: PromptSource, tokenizer: Any) -> str:
         )
     answer = f"; reference answer {str(first.task['answer'])[:60]!r}" if "answer" in first.task else ""
     return f"the first prompt, as the model sees it: {_shortened(texts[0])!r}{answer}"
+
+
+def _end_lines(directory: Path, tokenizer: Any) -> list[str]:
+    """A line if the model does not stop at the token with which the chat template ends its turns."""
+    try:
+        end = ChatTurns(tokenizer, chat_template=True).turn_end
+    except EnvironmentFailed:  # a template without such a token
+        return []
+    known = end_tokens_of(directory)
+    if tokenizer.convert_tokens_to_ids(end) in (known if isinstance(known, list) else [known]):
+        return []
+    return [
+        f"the chat template ends a turn with {end!r}, at which the model does not stop (eos_token_id={known}): "
+        "replies go on to rollouts.max_tokens. Add the token to eos_token_id in generation_config.json of model.path"
+    ]
 
 
 def _shortened(text: str) -> str:

@@ -118,7 +118,7 @@ class ChatTurns:
         return plain
 
     @cached_property
-    def _end(self) -> str:
+    def turn_end(self) -> str:
         """The special token with which the chat template ends a turn of the model."""
         rendered = render(self._tokenizer, [_user(_QUESTION), _answer_before([])], is_prompt=False)
         _, answer, after = rendered.rpartition(_ANSWER)
@@ -144,11 +144,11 @@ class ChatTurns:
         Templates may write the dummy answer differently once messages follow, but its end token remains.
         """
         exchange = [_user(_QUESTION), _answer_before(messages)]
-        num_ends = render(self._tokenizer, exchange, tools, is_prompt=False).count(self._end)
-        parts = render(self._tokenizer, [*exchange, *messages], tools).split(self._end, num_ends)
+        num_ends = render(self._tokenizer, exchange, tools, is_prompt=False).count(self.turn_end)
+        parts = render(self._tokenizer, [*exchange, *messages], tools).split(self.turn_end, num_ends)
         if num_ends == 0 or len(parts) <= num_ends:
             raise _cannot_be_extended()
-        return self._end + parts[-1]
+        return self.turn_end + parts[-1]
 
     def _check(self, tools: Messages, num_calls: int) -> None:
         """Raise EnvironmentFailed if bridges are not the tokens that the chat template writes between turns.
@@ -186,7 +186,7 @@ class ChatTurns:
             written = next((text for text in variants if whole.startswith(text, position)), None)
             if written is None:
                 return False
-            turn, end, _ = whole[position + len(written) :].partition(self._end)
+            turn, end, _ = whole[position + len(written) :].partition(self.turn_end)
             position += len(written) + len(turn)
             if not end or content not in (None, split_reasoning(turn)[1].strip()):
                 return False

@@ -56,7 +56,7 @@ class ScoringChild(SupervisedChild[_Scoring]):
         self._num_lost = 0
 
     def submit(self, text: str, task: Mapping[str, Any]) -> asyncio.Future[Score]:
-        """The future reward: 0 if the deadline passed; RewardError if the scoring failed otherwise."""
+        """The future reward: timeout_reward if the deadline passed; RewardError if the scoring failed otherwise."""
         line = as_line({"id": self._next_id, "text": text, "task": task})
         future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
         self._add(_Scoring(line=line, future=future))
@@ -90,13 +90,14 @@ class ScoringChild(SupervisedChild[_Scoring]):
                 self._fail(request, self._readable(result), FunctionRaised if answer.get("raised") else RewardError)
 
     def _note_lost(self, cause: str) -> None:
-        """Count and log a scoring without a result, which counts as a wrong answer because the text caused it."""
+        """Count and log a scoring without a result, which has a reward because the text caused it."""
         self._count_lost(cause)
         self._num_lost += 1
         if self._num_lost & (self._num_lost - 1) == 0:  # the 1st, 2nd, 4th, 8th
             logger.warning(
-                "%s: %d scorings without a result so far, which count as wrong answers; the newest: %s",
-                self._title, self._num_lost, f"none within reward.timeout_seconds={self._spec.timeout_seconds}"
+                "%s: %d scorings without a result so far, which have the reward %g; the newest: %s",
+                self._title, self._num_lost, self._spec.timeout_reward,
+                f"none within reward.timeout_seconds={self._spec.timeout_seconds}"
                 if cause == TIMEOUT else "the evaluating process died",
             )  # fmt: skip
 
@@ -112,7 +113,7 @@ class ScoringChild(SupervisedChild[_Scoring]):
         return max(remaining, CONFIRM_SECONDS)
 
     async def _on_death(self, exit_code: int | None, bad_line: str) -> None:
-        """Decide the current request of a dead child: 0 after its deadline; else a retry or RewardError."""
+        """Decide the current request of a dead child: timeout_reward if late, else a retry or RewardError."""
         if bad_line:
             logger.error("%s: killing the child process: %s", self._title, bad_line)
         overdue, self._overdue = self._overdue, None
@@ -122,7 +123,7 @@ class ScoringChild(SupervisedChild[_Scoring]):
         if overdue is not None:
             if overdue == head:  # else its answer arrived while the child was killed
                 self._note_lost(TIMEOUT)
-                self._requests.pop(head).finish(Score(0.0))
+                self._requests.pop(head).finish(Score(self._spec.timeout_reward))
             return
         request.deaths += 1
         logger.warning("%s: child process died (exit code %s)", self._title, exit_code)

@@ -80,6 +80,7 @@ def _function_spec(config: RunConfig, name: str, code: str | None) -> ChildSpec:
         name=name,
         function=f"pipelinerl_core.rewards.function:RewardFunction{'s' * (',' in reward.function)}",
         timeout_seconds=reward.timeout_seconds,
+        timeout_reward=reward.timeout_reward,
         memory_bytes=FUNCTION_BYTES,
         prepare=asdict(function),
         is_users=True,

@@ -40,6 +40,8 @@ class ChildSpec:
     """Limit of one scoring, from the time when the child starts the scoring."""
     memory_bytes: int
     """Limit of the child's address space."""
+    timeout_reward: float = 0.0
+    """Reward of a scoring over its limit."""
     prepare: Any = None
     """JSON argument of a verifier that is a class, or of the function `prepare` in the verifier's module; None: do
     not call `prepare`."""

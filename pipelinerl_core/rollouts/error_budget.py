@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 
+from pipelinerl_core.rollouts.player import PROMPT_ERROR
 from pipelinerl_core.types import Rollout
 
 logger = logging.getLogger(__name__)
@@ -11,7 +12,8 @@ logger = logging.getLogger(__name__)
 class ErrorBudget:
     """Stops a run whose rewards are broken: more than a fifth of errors over the last 200 rollouts.
 
-    An episode whose environment took too long counts too, so that a slow service is not taken for a bad policy.
+    An episode whose environment took too long counts too, so that a slow service is not taken for a bad policy. A
+    prompt that cannot be used counts as one rollout: a few of them say nothing about the others.
     """
 
     WINDOW = 200
@@ -26,6 +28,8 @@ class ErrorBudget:
 
     def add(self, rollouts: list[Rollout]) -> None:
         """Count the outcomes of a group."""
+        if all((rollout.error or "").startswith(PROMPT_ERROR) for rollout in rollouts):
+            rollouts = rollouts[:1]
         for rollout in rollouts:
             failed = rollout.error is not None  # with or without environment.timeout_reward
             self._recent.append(failed)

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import EngineError, RewardError
+from pipelinerl_core.errors import ConfigError, EngineError, PromptRefused, RewardError
 from pipelinerl_core.interfaces import Engine, Scorer
 from pipelinerl_core.rollouts.progress import Progress
 from pipelinerl_core.types import (
@@ -55,6 +55,8 @@ class Sampled:
     """What the environment says of its task (Rollout.task); empty: the row of the prompt is the task."""
 
 
+PROMPT_ERROR = "prompt: "
+"""Start of the error of a rollout whose prompt cannot be used: it cannot be encoded, or is too long."""
 Sample = Callable[[int, str, Sampler, Progress], Awaitable[Sampled]]
 """Samples and scores a rollout: (index in the group, request id, sampler, the rollout so far)."""
 
@@ -100,7 +102,11 @@ class SingleTurns:
         self._codec = codec
 
     def begin(self, prompt: Prompt, size: int) -> Sample:
-        prompt_token_ids = self._codec.encode(prompt)
+        problem = ""
+        try:
+            prompt_token_ids = self._codec.encode(prompt)
+        except ConfigError as error:  # of this prompt: the others can be used
+            prompt_token_ids, problem = np.empty(0, np.int32), str(error)
 
         async def sample(index: int, request_id: str, sampler: Sampler, progress: Progress) -> Sampled:
             request = EngineRequest(
@@ -117,6 +123,8 @@ class SingleTurns:
                 if progress.outcome is None:
                     text = self._codec.decode(completion.token_ids)
                     progress.score(await self._scorer.score(prompt, text, completion))
+            except PromptRefused as failure:
+                finished_at, error = time.time(), f"{PROMPT_ERROR}{problem or failure}"
             except EngineError as failure:
                 finished_at, error = time.time(), f"engine: {failure}"
             except RewardError as failure:

@@ -29,12 +29,15 @@ from pipelinerl_core.run.processor import processor
 from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import (
     COMMITS_PREFIX,
+    EVALS_PREFIX,
     HUB_KEY,
     Commit,
     EpochRecord,
     commit_key,
     epoch_key,
+    eval_version,
     parse_commit_key,
+    parse_step_key,
 )
 
 MAX_LATE = 2
@@ -232,10 +235,17 @@ def accept_lost_commits(store: ObjectStore, *, is_final: bool) -> dict[str, Any]
     last = _last_whole(commits)
     if is_final:
         take_over(store, accepts_loss=last)
+        _remove_given_up(store, last)
         if hub := read_hub(store):
             accepted = hub.model_copy(update={"live": {**hub.live, "step": max(0, last)}})
             store.put(HUB_KEY, accepted.model_dump_json().encode())
     return {"run": store.url, "step": last, "reason": reason, "is_accepted": is_final}
+
+
+def _remove_given_up(store: ObjectStore, last: int) -> None:
+    """Delete the weights and evaluations of the steps after `last`: the run makes these versions again."""
+    store.delete([key for key in list_keys(store, "weights") if parse_step_key(key)[0] > last])
+    store.delete([key for key in list_keys(store, EVALS_PREFIX) if eval_version(key) > last])
 
 
 def _last_whole(commits: Collection[int]) -> int:

@@ -49,8 +49,11 @@ def root_url(root: str) -> str:
 
 
 def new_run_id(source: str, flow_run_id: str) -> str:
-    """<preset>-<8 digits of the flow run id>, so that a retry of the flow run opens the same run."""
-    return f"{plain_name(source)}-{flow_run_id.replace('-', '')[:8]}"
+    """<preset>-<last 8 digits of the flow run id>, so that a retry of the flow run opens the same run.
+
+    The first digits of the ids that Prefect's scheduler gives are a time, and equal for all flow runs of a minute.
+    """
+    return f"{plain_name(source)}-{flow_run_id[-8:]}"
 
 
 def plain_name(source: str) -> str:

@@ -1,5 +1,6 @@
 """Durable weight versions of a run, and the versions that --version names."""
 
+import math
 from collections.abc import Collection, Iterable
 
 from pipelinerl_core.config import RunConfig
@@ -54,10 +55,13 @@ def remove_weights(store: ObjectStore, keys: Collection[str]) -> None:
     delete_with_folders(store, sorted(set(keys) - manifests))
 
 
-def stored_versions(store: ObjectStore) -> set[int]:
-    """Versions with a complete copy of the weights in the object store; one listing."""
+def stored_versions(store: ObjectStore, through: float = math.inf) -> set[int]:
+    """Versions with a complete copy of the weights in the object store; one listing.
+
+    through: the newest version that counts. Later ones may be of steps that were given up.
+    """
     manifests = (key for key in list_keys(store, "weights") if key.endswith(f"/{MANIFEST_FILE}"))
-    return {parse_step_key(key)[0] for key in manifests}
+    return {version for key in manifests if (version := parse_step_key(key)[0]) <= through}
 
 
 def is_durable(commit: Commit) -> bool:

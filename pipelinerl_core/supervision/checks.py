@@ -52,10 +52,10 @@ from pipelinerl_core.weights.memory import shm_directory
 logger = logging.getLogger(__name__)
 
 HTTP_SECONDS = 5.0
-PROMPTS_SECONDS = 120.0
-"""Limit of the prompts check, which may read a data set over the network."""
-REWARD_SECONDS = 60.0
-"""Limit of the start of a scoring process with a user's reward function, which may import large libraries."""
+PROMPTS_SECONDS = 1800.0
+"""Limit of the prompts check, which may download a data set and reads all its rows."""
+REWARD_SECONDS = 180.0
+"""Limit of the start of a process with a user's code, which may import large libraries and reads the prompts."""
 _QUIET_SECONDS = 15.0
 """A check that takes longer is named in the log."""
 PREPARE_SECONDS = 900.0
@@ -298,13 +298,13 @@ def check_objective(config: RunConfig, run: RunContext | None = None) -> None:
             key: read_local(key, location) if run is None else stored_code(run, key) for key, location in own.items()
         }
         given = {"config": config.model_dump(mode="json"), "code": code}
-        _check_in_child(next(iter(own)), "pipelinerl_core.tools.check_loss", given, REWARD_SECONDS + PROMPTS_SECONDS)
+        _check_in_child(next(iter(own)), "pipelinerl_core.tools.check_loss", given, REWARD_SECONDS)
 
 
 def _check_part(config: RunConfig, name: str, run: RunContext | None) -> list[str]:
     """`check_reward` for one part of a mixture, or for a run without a mixture (name "")."""
     if config.environment.path:
-        seconds = REWARD_SECONDS + PROMPTS_SECONDS + 2 * config.environment.call_seconds
+        seconds = REWARD_SECONDS + 2 * config.environment.call_seconds
         warnings = _check_in_child(
             f"environment.path={config.environment.path}",
             "pipelinerl_core.tools.check_environment",
@@ -315,7 +315,7 @@ def _check_part(config: RunConfig, name: str, run: RunContext | None) -> list[st
             return warnings
     if not config.reward.function:
         return []
-    seconds = REWARD_SECONDS + PROMPTS_SECONDS + 2 * config.reward.timeout_seconds
+    seconds = REWARD_SECONDS + 2 * config.reward.timeout_seconds
     return _check_in_child(
         f"reward.function={config.reward.function}",
         "pipelinerl_core.tools.check_reward",
@@ -365,7 +365,8 @@ def _started(
         try:
             stdout, stderr = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            raise ConfigError(f"{subject}: the check did not end within {seconds:.0f} s") from None
+            advice = ". Download the files, and set prompts.path to them" if subject == "prompts" else ""
+            raise ConfigError(f"{subject}: the check did not end within {seconds:.0f} s{advice}") from None
         finally:
             note.cancel()
         return result_of(subject, process.returncode, stdout, stderr)

@@ -43,8 +43,8 @@ STOP_SECONDS = 6.0
 """Between SIGTERM and SIGKILL: time for a role to seal its segments and to flush."""
 LAST_LINES = ". Last lines"
 """What follows in the message of an error is the end of a log."""
-READY_SECONDS = 120.0
-"""Deadline for a started role to become ready."""
+READY_SECONDS = 1800.0
+"""Deadline for a started role to become ready: the hub reads all prompts before."""
 FIRST_BACKOFF_SECONDS = 0.5
 LAST_BACKOFF_SECONDS = 5.0
 STABLE_SECONDS = 600.0

@@ -483,7 +483,8 @@ def find_run(client: MlflowClient, experiment_id: str, run_name: str, run_id: st
     if run_id:
         try:
             run = client.get_run(run_id)
-            if LOST_TAG not in run.data.tags and is_own(run.data.tags):
+            is_active = run.info.lifecycle_stage == "active"  # deleted in the UI otherwise
+            if is_active and LOST_TAG not in run.data.tags and is_own(run.data.tags):
                 return str(run.info.run_id)
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":

@@ -50,10 +50,11 @@ from pipelinerl_core.tools.retention import (
 )
 
 _ORDER = (
-    "checkpoints", COMMITS_PREFIX, COMPACTED_COMMITS_PREFIX, "epochs", "code", BATCHES_PREFIX, "weights", "rollouts",
+    "checkpoints", COMMITS_PREFIX, COMPACTED_COMMITS_PREFIX, "epochs", "weights", "code", BATCHES_PREFIX, "rollouts",
     COMPACTED_ROLLOUTS_PREFIX, "partials", RETIRED_PREFIX, EVALS_PREFIX, "",
 )  # fmt: skip
-"""Folders in the order in which they are copied; "": everything else."""
+"""Folders in the order in which they are copied; "": everything else. Weights follow the commits closely: a live run
+removes those of all but its newest versions."""
 _CHECK = "check-"
 """Prefix of the key that tests whether two URLs name the same place."""
 _LEFT_OUT = (

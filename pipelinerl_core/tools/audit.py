@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data.codec import decode_batch, from_segment
-from pipelinerl_core.data.compaction import list_rollouts, read_rollouts, removable_through
+from pipelinerl_core.data.compaction import list_rollouts, read_rollouts, removed_through
 from pipelinerl_core.data.trained import TrainedRows
 from pipelinerl_core.errors import BrokenRecord, ChecksumMismatch, MissingObject, SchemaMismatch, StoreUnavailable
 from pipelinerl_core.interfaces import ObjectStore
@@ -39,7 +39,17 @@ from pipelinerl_core.run.compacted import list_commits
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import lost_commits
 from pipelinerl_core.run.reading import list_keys, read_record
-from pipelinerl_core.run.records import QUARANTINED_PREFIX, CheckpointManifest, Commit, EpochRecord, checkpoint_prefix
+from pipelinerl_core.run.records import (
+    MANIFEST_FILE,
+    QUARANTINED_PREFIX,
+    CheckpointManifest,
+    CheckpointRef,
+    Commit,
+    EpochRecord,
+    checkpoint_prefix,
+    commit_key,
+    complete_checkpoints,
+)
 from pipelinerl_core.run.versions import retained, stored_versions
 from pipelinerl_core.storage.digests import verify
 from pipelinerl_core.types import FileEntry, GroupKey, Rollout, TrainingRow
@@ -63,6 +73,8 @@ class Audit:
         self._quarantined_groups: set[GroupKey] = set()
         self._durable_weights: dict[int, str] = {}
         """Version -> error, "" for intact weights; in the order of the commits."""
+        self._names_checkpoint = False
+        """Whether a commit names a checkpoint; in a run of trainers, all do."""
         self.num_commits = 0
         self.num_files = 0
         self.num_bytes = 0
@@ -96,7 +108,7 @@ class Audit:
             self._problem(str(error))
             commits = read_commits(self._store)
         keys, epochs = commits.keys_by_step, commits.epochs
-        self._removed_through = removable_through(self._store, self._config.store.keep_rows)
+        self._removed_through = removed_through(self._store, self._config.store.keep_rows)
         self._counts_all_rows = sum(record.role == "hub" for record in epochs) <= 1
         self._check_lineage(epochs, keys)
         last = None
@@ -106,7 +118,9 @@ class Audit:
                 self._check_commit(step, last)
         if last is not None:
             self._check_groups(last)
-        self._check_newest_weights()
+        self._check_newest_weights(max(keys, default=-1))
+        if self._names_checkpoint:
+            self._check_checkpoints(keys)
         self._check_quarantined()
         self._check_segments()
         return self
@@ -163,8 +177,7 @@ class Audit:
         for row in rows or ():
             self._check_versions(step, row)
         self._check_weights(step, commit)
-        if commit.checkpoint is not None and commit.checkpoint.step == step:
-            self._check_checkpoint(step, commit.checkpoint.epoch)
+        self._names_checkpoint = self._names_checkpoint or commit.checkpoint is not None
 
     def _check_tokens(self, step: int, commit: Commit) -> None:
         """The ledger of a commit is a snapshot of the step's reservation: it includes the earlier steps only.
@@ -274,7 +287,7 @@ class Audit:
             return [row for batch in self._trained.batches(commit) for row in decode_batch(batch)]
         except MissingObject as error:
             if commit.step > self._removed_through:  # of a live run, more rows may have been removed meanwhile
-                self._removed_through = removable_through(self._store, self._config.store.keep_rows)
+                self._removed_through = removed_through(self._store, self._config.store.keep_rows)
             if commit.step <= self._removed_through:
                 self.num_removed_steps += 1
                 return None
@@ -304,31 +317,49 @@ class Audit:
             key = f"{manifest.key}/{entry.name}"
             self._durable_weights[step] = self._file(key, entry)[1]
 
-    def _check_newest_weights(self) -> None:
+    def _check_newest_weights(self, newest_step: int) -> None:
         """Damaged newest weights fail the audit; a replay can compute older weights again.
 
         Versions that the run does not retain (`weights.keep`) may be missing.
         """
         # A trainer may have stored further versions, which no commit names, and then keeps fewer of these.
-        kept = retained(self._config, {*self._durable_weights, *stored_versions(self._store)})
+        kept = retained(self._config, {*self._durable_weights, *stored_versions(self._store, newest_step)})
         *older, newest = [error for step, error in self._durable_weights.items() if step in kept] or [""]
         self.damaged += filter(None, older)
         if newest:
             self._problem(newest)
 
-    def _check_checkpoint(self, step: int, epoch: int) -> None:
-        """Verify a checkpoint if it still exists (a run keeps only the newest few)."""
-        prefix = checkpoint_prefix(step, epoch)
-        if not self._store.exists(f"{prefix}/manifest.json"):
-            return
+    def _check_checkpoints(self, commits: Mapping[int, str]) -> None:
+        """Without an intact checkpoint after which all rows are there, the run can be neither resumed nor replayed.
+
+        A live run may remove a checkpoint during the check: then there is a newer one.
+        """
+        wrong: list[str] = []
+        for _ in range(2):
+            wrong = []
+            references = [
+                reference
+                for reference in complete_checkpoints(list_keys(self._store, "checkpoints"))
+                if commits.get(reference.step) == commit_key(reference.step, reference.epoch)
+            ]
+            intact = [reference.step for reference in references if self._is_intact(reference, wrong)]
+            if any(step >= self._removed_through for step in intact):
+                self.damaged += wrong
+                return
+        where = f" at or after step {self._removed_through}" if self._removed_through >= 0 else ""
+        why = f": {wrong[0]}" if wrong else ""
+        self._problem(f"no checkpoint{where} is intact, so the run can be neither resumed nor replayed{why}")
+
+    def _is_intact(self, reference: CheckpointRef, wrong: list[str]) -> bool:
+        """Whether all files of a checkpoint are as its manifest says; adds to `wrong` what is not."""
+        prefix, before = checkpoint_prefix(reference.step, reference.epoch), len(wrong)
         try:
-            manifest = read_record(self._store, f"{prefix}/manifest.json", CheckpointManifest)
-        except BrokenRecord as error:
-            self.damaged.append(str(error))
-            return
-        for entry in manifest.files:
-            _, wrong = self._file(f"{prefix}/{entry.name}", entry)
-            self.damaged += filter(None, [wrong])
+            manifest = read_record(self._store, f"{prefix}/{MANIFEST_FILE}", CheckpointManifest)
+        except (MissingObject, BrokenRecord) as error:
+            wrong.append(str(error))
+            return False
+        wrong += filter(None, (self._file(f"{prefix}/{entry.name}", entry)[1] for entry in manifest.files))
+        return len(wrong) == before
 
     def _check_quarantined(self) -> None:
         """A damaged object is no problem: the rows are in the segments or compacted rollouts, too."""
@@ -344,8 +375,9 @@ class Audit:
             self.num_files += 1
             self.num_bytes += len(data)
             missing -= {(row.rollout.group_id, row.rollout.attempt) for row in rows}
-        if missing and len(self.damaged) == num_damaged:
-            self._problem(f"groups {sorted(missing)[:8]} are quarantined, but quarantined/ lacks their rows")
+        if missing:
+            text = f"groups {sorted(missing)[:8]} are quarantined, but quarantined/ lacks their rows"
+            (self.problems if len(self.damaged) == num_damaged else self.damaged).append(text)
 
     def _check_segments(self) -> None:
         for key in list_keys(self._store, "rollouts"):
@@ -403,7 +435,7 @@ def lines(document: Mapping[str, Any]) -> list[str]:
             f"accepted: the run went on after step {step} without lost commits"
             for step in document["accepted_losses"]
         ),
-        *(f"damaged, but no longer needed: {text}" for text in document["damaged"][:_SHOWN_PROBLEMS]),
+        *(f"damaged, but the run goes on without it: {text}" for text in document["damaged"][:_SHOWN_PROBLEMS]),
         "PASS: no rollout was lost or trained twice, the run closes"
         if document["closes"]
         else "FAIL: the run does not close",

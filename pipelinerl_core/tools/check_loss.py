@@ -24,12 +24,12 @@ NUM_TOKENS = 24
 NUM_SEQUENCES = 3
 
 
-def check(config: LossConfig) -> None:
-    """Call the loaded functions. Raises ConfigError."""
+def check(config: LossConfig, *, has_turns: bool = False) -> None:
+    """Call the loaded functions. has_turns: rollouts are episodes of an environment. Raises ConfigError."""
     if isinstance(config, CustomLoss):
         _check_loss(config)
     if config.has_own_advantages:
-        _check_advantages(config)
+        _check_advantages(config, has_turns)
 
 
 def _check_loss(config: CustomLoss) -> None:
@@ -40,16 +40,21 @@ def _check_loss(config: CustomLoss) -> None:
             f"{subject}: two calls with the same tokens have different gradients, so that no step could be replayed. "
             "Use no random numbers and no state"
         )
+    try:
+        _gradient(config, scale=1.0, num_tokens=0)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; with no token, as in a pack whose tokens are all masked") from None
     if not gradients[0].any():
         raise ConfigError(f"{subject}: no gradient reaches the tokens. Compute the terms from trainer_logprobs_M")
     if config.skips_zero_advantage and _gradient(config, scale=0.0).any():
         raise ConfigError(f"{subject}: tokens of advantage 0 have a gradient. Set loss.skips_zero_advantage=false")
 
 
-def _gradient(config: CustomLoss, *, scale: float) -> torch.Tensor:
+def _gradient(config: CustomLoss, *, scale: float, num_tokens: int = NUM_TOKENS) -> torch.Tensor:
     """[M] gradient of the loss by the log-probabilities of random tokens; scale: of the advantages."""
     subject = f"loss.function={config.function}"
-    tokens, given = random_tokens(scale), random_tokens(scale)
+    has_reference = config.kl_coefficient > 0
+    tokens, given = (random_tokens(scale, num_tokens, has_reference=has_reference) for _ in range(2))
     gradient = None
     try:
         loss = custom(tokens, config).loss
@@ -64,35 +69,44 @@ def _gradient(config: CustomLoss, *, scale: float) -> torch.Tensor:
         if isinstance(before, torch.Tensor) and not torch.equal(before, after):
             raise ConfigError(f"{subject}: changes {field.name}, which other terms read. Compute new tensors")
     if gradient is None:
-        gradient = torch.zeros(NUM_TOKENS)
+        gradient = torch.zeros(num_tokens)
     if not loss.isfinite() or not gradient.isfinite().all():
         raise ConfigError(f"{subject}: loss or gradient of random tokens is not finite")
     return gradient
 
 
-def random_tokens(scale: float = 1.0) -> TrainedTokens:
-    """The same NUM_TOKENS tokens of NUM_SEQUENCES sequences at each call; scale: of the advantages."""
+def random_tokens(scale: float = 1.0, num_tokens: int = NUM_TOKENS, *, has_reference: bool = False) -> TrainedTokens:
+    """The same tokens of NUM_SEQUENCES sequences at each call; scale: of the advantages."""
     generator = torch.Generator().manual_seed(0)
-    trainer_logprobs_M = -2 * torch.rand(NUM_TOKENS, generator=generator)
+    trainer_logprobs_M = -2 * torch.rand(num_tokens, generator=generator)
+    reference_M = trainer_logprobs_M + 0.3 * torch.randn(num_tokens, generator=generator)
     return TrainedTokens(
-        rollout_logprobs_M=trainer_logprobs_M + 0.3 * torch.randn(NUM_TOKENS, generator=generator),
+        rollout_logprobs_M=trainer_logprobs_M + 0.3 * torch.randn(num_tokens, generator=generator),
         trainer_logprobs_M=trainer_logprobs_M.requires_grad_(),
-        advantages_M=scale * torch.randn(NUM_TOKENS, generator=generator),
-        loss_weights_M=torch.full((NUM_TOKENS,), 1 / NUM_TOKENS),
-        entropy_M=torch.rand(NUM_TOKENS, generator=generator).requires_grad_(),
-        ref_logprobs_M=None,
-        sequence_M=torch.arange(NUM_TOKENS) * NUM_SEQUENCES // NUM_TOKENS,
+        advantages_M=scale * torch.randn(num_tokens, generator=generator),
+        loss_weights_M=torch.full((num_tokens,), 1 / NUM_TOKENS),
+        entropy_M=torch.rand(num_tokens, generator=generator).requires_grad_(),
+        ref_logprobs_M=reference_M if has_reference else None,
+        sequence_M=torch.arange(num_tokens) * NUM_SEQUENCES // NUM_TOKENS,
         num_sequences=NUM_SEQUENCES,
-        lags_M=torch.randint(0, 4, (NUM_TOKENS,), generator=generator),
+        lags_M=torch.randint(0, 4, (num_tokens,), generator=generator),
     )
 
 
-def _check_advantages(config: LossConfig) -> None:
-    rng = random.Random(0)
+class _AnyComponents(dict[str, float]):
+    """The trial does not know which components the reward has: each name has a value."""
+
+    def __missing__(self, name: str) -> float:
+        return 0.5
+
+
+def _check_advantages(config: LossConfig, has_turns: bool) -> None:
+    rng, num_turns = random.Random(0), 3 if has_turns else 1
     group = [
         ScoredRollout(
-            reward=rng.random(), components={}, turn_rewards=(), num_turns=1, num_tokens=rng.randint(1, 50),
-            is_truncated=False,
+            reward=rng.random(), components=_AnyComponents(), num_turns=num_turns,
+            turn_rewards=tuple(rng.random() for _ in range(num_turns)) if has_turns else (),
+            num_tokens=rng.randint(1, 50), is_truncated=False,
         )
         for _ in range(4)
     ]  # fmt: skip
@@ -104,9 +118,9 @@ def _check_advantages(config: LossConfig) -> None:
 
 
 def _check(given: Any) -> list[str]:
-    loss = build_config(given["config"]).loss
-    load_own_functions(loss, given["code"])
-    check(loss)
+    config = build_config(given["config"])
+    load_own_functions(config.loss, given["code"])
+    check(config.loss, has_turns=bool(config.environment.path))
     return []
 
 

@@ -123,7 +123,8 @@ class Collector:
     def weights(self) -> list[str]:
         """Weights of committed versions that the run does not retain."""
         durable = [commit for commit in self._commits if commit.weights_key is not None]
-        kept = retained(self._config, {*(commit.step for commit in durable), *stored_versions(self._store)})
+        newest = max((commit.step for commit in self._commits), default=-1)
+        kept = retained(self._config, {*(commit.step for commit in durable), *stored_versions(self._store, newest)})
         doomed = {f"{commit.weights_key}/" for commit in durable if commit.step not in kept}
         return [key for key in list_keys(self._store, "weights") if f"{key.rpartition('/')[0]}/" in doomed]
 

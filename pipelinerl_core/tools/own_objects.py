@@ -9,8 +9,10 @@ import inspect
 import io
 import json
 import os
+import re
 import sys
 import textwrap
+import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -92,6 +94,10 @@ def _define(name: str, value: Any, definitions: dict[str, str]) -> None:
                 _define(other, scope[other], definitions)
         del definitions[name]
         definitions[name] = source
+    elif (known := getattr(value, "_name", None)) and getattr(typing, known, None) is value:  # typing.Optional
+        definitions[name] = f"from typing import {known} as {name}"
+    elif isinstance(value, re.Pattern):
+        definitions[name] = f"{name} = __import__('re').compile({value.pattern!r}, {value.flags})"
     elif _is_literal(value):
         definitions[name] = f"{name} = {value!r}"
     else:

@@ -13,7 +13,13 @@ from torch import Tensor
 from pipelinerl_core.errors import MissingObject, StoreError
 from pipelinerl_core.interfaces import ObjectStore, TensorMeta, WeightLayout
 from pipelinerl_core.run.reading import list_keys, read_record
-from pipelinerl_core.run.records import CheckpointManifest, checkpoint_prefix, complete_checkpoints, parse_step_key
+from pipelinerl_core.run.records import (
+    CheckpointManifest,
+    checkpoint_prefix,
+    commit_key,
+    complete_checkpoints,
+    parse_step_key,
+)
 from pipelinerl_core.storage.digests import entry_of, read_verified
 from pipelinerl_core.storage.keys import delete_with_folders
 from pipelinerl_core.weights.files import lay_out, metas_of, num_bytes, parse_copy
@@ -83,10 +89,12 @@ def load_checkpoint(store: ObjectStore, step: int, epoch: int) -> tuple[dict[str
     return tensors, manifest.values
 
 
-def prune_checkpoints(store: ObjectStore, keep: int = 2) -> list[tuple[int, int]]:
+def prune_checkpoints(store: ObjectStore, counted: Mapping[int, str], keep: int = 2) -> list[tuple[int, int]]:
     """Delete all checkpoints but step 0 and the newest `keep` complete ones; returns their (step, epoch).
 
     Step 0 stays because a replay of the whole run starts there. Older incomplete checkpoints are deleted too.
+    counted: step -> key of the commit that counts. No start uses a checkpoint of another commit: it is none of the
+    `keep`, and stays if it is newer than they are.
 
     A checkpoint of a later epoch is newer, independent of its step: an earlier epoch may have made steps that the
     later epoch did not adopt. Keep at least 2, because a checkpoint is used only after a later commit names it.
@@ -94,7 +102,11 @@ def prune_checkpoints(store: ObjectStore, keep: int = 2) -> list[tuple[int, int]
     """
     keys = list_keys(store, "checkpoints")
     by_age = sorted({parse_step_key(key)[::-1] for key in keys}, reverse=True)
-    finished = sorted((ref.epoch, ref.step) for ref in complete_checkpoints(keys))[::-1]
+    finished = sorted(
+        ((ref.epoch, ref.step) for ref in complete_checkpoints(keys)
+         if counted.get(ref.step) == commit_key(ref.step, ref.epoch)),
+        reverse=True,
+    )  # fmt: skip
     if len(finished) <= keep:
         return []
     doomed = [(step, epoch) for epoch, step in by_age if step > 0 and (epoch, step) < finished[keep - 1]]

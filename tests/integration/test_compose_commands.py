@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 INFRA = ROOT / "infra"
 BIN = Path(sys.executable).parent
 SERVICES = yaml.safe_load((INFRA / "compose.yaml").read_text())["services"]
-PORTS = {"postgres": 5432, "redis": 6379, "s3": 7070, "prefect-server": 4200, "mlflow": 5000, "status": 9464}
+PORTS = {"postgres": 5432, "redis": 6379, "s3": 7070, "prefect-server": 4200, "mlflow": 5000, "serve": 9464}
 SECRETS = {"POSTGRES_PASSWORD": "p" * 24, "S3_ACCESS_KEY": ACCESS_KEY, "S3_SECRET_KEY": SECRET_KEY}
 STORES = ("redis", "s3")
 """Which Debian and rclone stand in for."""
@@ -157,7 +157,7 @@ def test_every_service_of_ours_comes_up_and_passes_its_health_check(stack):
     assert "work pool control: created" in setup.stdout
     assert sorted(path.name for path in (stack.home / "s3").iterdir()) == ["mlflow", "pipelinerl"]
     stack.start("control")
-    stack.start("status")
-    for name in ("mlflow", "control", "status"):
+    stack.start("serve")
+    for name in ("mlflow", "control", "serve"):
         stack.wait(name)
     assert [name for name, process in stack.processes.items() if process.poll() is not None] == []

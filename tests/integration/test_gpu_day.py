@@ -1,4 +1,4 @@
-"""Stage 1 of `make gpu-day` from the packed wheels, where nothing but torch, transformers and their packages is."""
+"""`make gpu-day` on a CPU: from packed wheels where only torch and transformers are installed, and with vLLM."""
 
 import json
 import os
@@ -16,6 +16,7 @@ from tests.integration.pipeline import ROOT
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 PROGRAM = str(ROOT / "infra" / "gpu_day.py")
+DTYPES = ("float32", "bfloat16")
 PACKED = ("accelerate", "blake3", "peft", "prometheus_client", "psutil", "pyarrow", "pydantic", "pydantic_core")
 
 
@@ -61,10 +62,25 @@ def test_stage_1_passes_where_only_torch_and_transformers_are_installed(bare_pyt
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=560, cwd=tmp_path)
     document = json.loads((out / "stage-1.json").read_text())
     assert ended.returncode == 0, [part["status"] for part in document["parts"]]
-    assert {part["part"]: part["status"] for part in document["parts"]} == dict.fromkeys(
-        ("imports", "kernels", "parity float32", "parity bfloat16"), "measured"
-    )
+    names = ("imports", "kernels", *(f"{part} {dtype}" for part in ("engine", "attention") for dtype in DTYPES))
+    assert {part["part"]: part["status"] for part in document["parts"]} == dict.fromkeys(names, "measured")
     tables = {part["part"]: part["document"]["tables"] for part in document["parts"]}
-    assert tables["parity float32"][0][0]["parity_ok"] is True
+    assert tables["engine float32"][0][0]["parity holds"] is True
+    assert [row["result"][:8] for row in tables["attention float32"][0]] == ["measured", "not run:", "not run:"]
     assert {row["result"] for row in tables["kernels"][0]} == {"equal", "not run: no card"}
-    assert Path(out, "stage-1.md").read_text().startswith("## Stage 1: imports, kernels, parity\n")
+    assert Path(out, "stage-1.md").read_text().startswith("## Stage 1: imports, kernels, engine and attention\n")
+
+
+@pytest.mark.campaign
+def test_vllm_is_measured_where_it_is_installed(tmp_path):
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, PROGRAM, "7", "--packed", str(tmp_path), "--out", str(tmp_path)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=560)
+    document = json.loads((tmp_path / "stage-7.json").read_text())
+    assert ended.returncode == 0, [part["status"] for part in document["parts"]]
+    (embedded,), (vllm,) = (part["document"]["tables"][0] for part in document["parts"])
+    assert (embedded["engine"], vllm["engine"]) == ("embedded", "vllm")
+    for row in (embedded, vllm):
+        assert row["parity holds"] is True
+        assert 0 < row["parity mean"] < row["parity max"]
+        assert min(row["tokens/s"], row["pause, ms"]) > 0

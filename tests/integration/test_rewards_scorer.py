@@ -73,11 +73,12 @@ def make_scorer(tmp_path, monkeypatch):
     (tmp_path / "obedient.py").write_text(VERIFIER)
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def make(workers=1, timeout=5.0, count_lost=lambda cause: None):
+    def make(workers=1, timeout=5.0, timeout_reward=0.0, count_lost=lambda cause: None):
         spec = ChildSpec(
             name="obedient",
             function="obedient:verify",
             timeout_seconds=timeout,
+            timeout_reward=timeout_reward,
             memory_bytes=1 << 30,
             is_sealed=False,  # it keeps a log
         )
@@ -160,10 +161,10 @@ def test_reasoning_gym_is_scored_by_its_own_verifiers():
     assert max(wrong) < 0.1
 
 
-def test_a_runaway_scoring_is_a_wrong_answer_at_its_deadline_and_is_not_tried_again(make_scorer, prompt):
+def test_a_runaway_scoring_has_its_reward_at_its_deadline_and_is_not_tried_again(make_scorer, prompt):
     lost = []
-    scorer = make_scorer(timeout=4.0, count_lost=lost.append)
-    assert run(scorer, "ok", "spin", "ok", "print", prompt=prompt) == [1.0, 0.0, 1.0, 1.0]
+    scorer = make_scorer(timeout=4.0, timeout_reward=-2.0, count_lost=lost.append)
+    assert run(scorer, "ok", "spin", "ok", "print", prompt=prompt) == [1.0, -2.0, 1.0, 1.0]
     assert lost == ["timeout"]
     assert started(prompt, "spin") == 1
 

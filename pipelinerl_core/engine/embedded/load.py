@@ -36,14 +36,14 @@ def load_engine(
         model.to(device),
         slots=config.engine.concurrency,
         max_len=within_context(Path(path), max_prompt_tokens + config.longest_completion),
-        eos_token_ids=_eos_of(model) if eos_token_ids is None else eos_token_ids,
+        eos_token_ids=eos_of(model) if eos_token_ids is None else eos_token_ids,
         weight_version=weight_version,
         kv=config.engine.kv,
         deterministic=config.engine.deterministic,
     )
 
 
-def _eos_of(model: Any) -> list[int]:
+def eos_of(model: Any) -> list[int]:
     """End tokens of the generation configuration, else of config.json."""
     eos = model.generation_config.eos_token_id
     eos = getattr(model.config, "eos_token_id", None) if eos is None else eos

@@ -22,7 +22,7 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import Engine
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.roles.runtime.task import Task, build_task
-from pipelinerl_core.rollouts.player import Sample, Sampled
+from pipelinerl_core.rollouts.player import PROMPT_ERROR, Sample, Sampled
 from pipelinerl_core.rollouts.progress import Progress
 from pipelinerl_core.rollouts.runner import rollout_seed
 from pipelinerl_core.rollouts.task_columns import answer_text, task_columns, task_text
@@ -211,8 +211,8 @@ async def measure(
 
 
 def _require_rewards(answers: Iterable[Sequence[_Answer]], name: str) -> None:
-    """Raises ConfigError if no answer has a reward."""
-    flat = [answer for given in answers for answer in given]
+    """Raises ConfigError if no answer has a reward; answers to prompts that cannot be used do not matter."""
+    flat = [answer for given in answers for answer in given if not (answer.error or "").startswith(PROMPT_ERROR)]
     if flat and not any(answer.reward is not None for answer in flat):
         where = f" of the set {name}" if name else ""
         raise ConfigError(

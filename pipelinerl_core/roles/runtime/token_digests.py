@@ -5,14 +5,13 @@ Re-scoring cannot see that an actor has another tokenizer than the trainer's mod
 
 import hashlib
 import json
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.models.paths import require_model
+from pipelinerl_core.models.paths import end_tokens_of, require_model
 from pipelinerl_core.prompts.chat import encode_prompt
 from pipelinerl_core.types import Prompt
 
@@ -30,7 +29,7 @@ def token_digests(config: RunConfig) -> dict[str, str]:
     values = {
         "vocabulary": sorted(tokenizer.get_vocab().items()),
         "chat template": tokenizer.chat_template,
-        "end tokens": _end_tokens(directory),
+        "end tokens": end_tokens_of(directory),
         "encoded texts": [_encoded(text, tokenizer, part) for part in config.parts.values() for text in _TEXTS],
     }
     return {name: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16] for name, value in values.items()}
@@ -45,13 +44,3 @@ def _encoded(text: str, tokenizer: Any, part: RunConfig) -> list[int]:
     except ConfigError:
         return []
     return [int(token_id) for token_id in ids]
-
-
-def _end_tokens(directory: Path) -> Any:
-    """eos_token_id, from the file that engines prefer."""
-    for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        end_tokens = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-        if end_tokens is not None:
-            return end_tokens
-    return None

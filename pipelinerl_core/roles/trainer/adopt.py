@@ -78,7 +78,14 @@ def _load_committed_weights(store: ObjectStore, learner: Learner, commit: Commit
             "rounding, and adapters cannot be extracted from the committed merged weights", commit.step,
         )  # fmt: skip
         return
-    committed = WeightSubscriber(store).read(commit.manifest)
+    try:
+        committed = WeightSubscriber(store).read(commit.manifest)
+    except (MissingObject, ChecksumMismatch) as error:
+        logger.warning(
+            "step %d was trained again on other hardware: its weights differ from the committed weights by rounding, "
+            "and the committed weights are lost: %s", commit.step, error,
+        )  # fmt: skip
+        return
     learner.load_state(_with_committed(tensors, committed), values)
     if weights_digest(learner) != commit.weights_digest:
         raise ChecksumMismatch(

@@ -21,7 +21,7 @@ from pipelinerl_core.messages import ActorSample, Committed, LedgerSnapshot, Ref
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.trainer.broadcasting import BroadcastPublisher
 from pipelinerl_core.run.compaction import compact_commits, is_due
-from pipelinerl_core.run.history import write_commit
+from pipelinerl_core.run.history import counted_commit_keys, write_commit
 from pipelinerl_core.run.reading import list_keys
 from pipelinerl_core.run.records import CheckpointRef, Commit, EpochRecord, RescoredActor
 from pipelinerl_core.run.versions import remove_weights, weights_to_remove
@@ -178,7 +178,10 @@ class Committer:
             return
         if newest.checkpoint is None or newest.checkpoint.step < newest.step:
             save_checkpoint(self._store, newest.step, newest.epoch, learner.state())
-            prune_checkpoints(self._store, keep=_KEPT_CHECKPOINTS)
+            self._prune_checkpoints()
+
+    def _prune_checkpoints(self) -> None:
+        prune_checkpoints(self._store, counted_commit_keys(self._store), keep=_KEPT_CHECKPOINTS)
 
     def close(self) -> None:
         """Stop the thread; queued steps are not committed."""
@@ -189,7 +192,7 @@ class Committer:
 
     def _publish(self, computed: ComputedStep, *, is_last: bool) -> WeightManifest:
         # The memory of a version ends with the trainer, and no start publishes a version of an earlier step again.
-        outlives_step = self._config.weights.publish_every > 1
+        outlives_step = self._config.phase_end(computed.step + 1) > computed.step + 1
         durable = self._config.keeps(computed.step) or computed.state is not None or outlives_step
         if self._broadcasts is None:
             return self._publisher.publish(computed.step, computed.weights, durable=durable)
@@ -269,7 +272,7 @@ class Committer:
         """Remove checkpoints and weights that the run does not keep. `gc` removes leftovers of a failed request."""
         try:
             if has_checkpoint:
-                prune_checkpoints(self._store, keep=_KEPT_CHECKPOINTS)
+                self._prune_checkpoints()
             if commit.manifest is not None and commit.manifest.key is not None:
                 keys = list_keys(self._store, "weights")
                 remove_weights(self._store, weights_to_remove(self._config, keys, commit.step))

@@ -367,9 +367,7 @@ class Trainer:
     def _is_lost(self, step: int, key: GroupKey) -> bool:
         try:
             self._link.request_rows(Rows(step=step, groups=(key,)))
-        except (HubUnavailable, RunOver):
-            raise
-        except (StreamError, MissingObject):
+        except (SchemaMismatch, MissingObject):  # any other refusal may be of a hub that cannot read its store
             return True
         return False
 

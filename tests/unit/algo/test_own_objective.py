@@ -95,6 +95,21 @@ def test_a_wrong_loss_is_one_line_before_the_start(code, message):
     assert "\n" not in str(caught.value)
 
 
+def test_the_trial_has_what_training_has():
+    loss = "def loss(tokens): return -tokens.trainer_logprobs_M + tokens.ref_logprobs_M"
+    check(loaded(loss, "loss.kl_coefficient=0.01").loss)
+    code = "def advantages(group): return [one.components['correct'] - 0.5 for one in group]"
+    settings = ["loss.advantage=custom", "loss.advantage_function=mine.py:advantages"]
+    config = load_config("quickstart", settings)
+    load_own_functions(config.loss, {"loss.advantage_function": code})
+    check(config.loss)
+    turns = "def advantages(group): return [one.turn_rewards for one in group]"
+    load_own_functions(config.loss, {"loss.advantage_function": turns})
+    check(config.loss, has_turns=True)
+    with pytest.raises(ConfigError, match=r"max\(\).*; with no token"):
+        check(loaded("def loss(tokens): return -tokens.trainer_logprobs_M / tokens.log_ratio_M.exp().max()").loss)
+
+
 def test_a_declared_zero_is_checked():
     code = "def loss(tokens): return -tokens.trainer_logprobs_M"
     check(loaded(code).loss)
@@ -111,6 +126,8 @@ def test_a_declared_zero_is_checked():
     [
         ("def advantages(group): return [1.0]", "returned 1 values for a group of 4"),
         ("def advantages(group): return 1.0", "not a number or numbers per rollout"),
+        ("def advantages(group): return dict(enumerate([9.0] * len(group)))", "not a number or numbers per rollout"),
+        ("def advantages(group): return '0000'", "not a number or numbers per rollout"),
         ("def advantages(group): return [float('inf')] * len(group)", "not finite"),
         ("def advantages(group): return [(1.0, 2.0)] * len(group)", "2 advantages for 1 turns"),
         ("import random\ndef advantages(group): return [random.random() for _ in group]", "two calls"),

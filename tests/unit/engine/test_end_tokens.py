@@ -32,5 +32,5 @@ def test_end_tokens_come_from_the_generation_configuration_else_from_the_models(
     values = {**json.loads((tmp_path / "config.json").read_text()), "eos_token_id": config}
     (tmp_path / "config.json").write_text(json.dumps(values))
     model = AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True)
-    assert embedded._eos_of(model) == expected
+    assert embedded.eos_of(model) == expected
     assert vllm._eos_of(tmp_path, vllm.read_model_config(tmp_path)) == expected

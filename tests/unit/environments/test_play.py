@@ -58,6 +58,24 @@ def test_an_episode_of_two_turns_is_scored_and_each_turn_asks_with_new_messages_
     ]
 
 
+def test_messages_and_tools_keep_the_order_of_their_keys():
+    code = """
+class Env:
+    weights = {"solved": 1.0}
+    async def play(self, task, ask, seed):
+        tool = {"type": "function", "function": {"name": "f", "a": 1}}
+        await ask([{"role": "user", "content": "go"}], tools=[tool])
+    def score(self, task, transcript):
+        return {"solved": 1.0}
+"""
+    host = ScriptedHost("hm")
+    played(code, host, task={})
+    ((messages, tools),) = host.asked
+    assert [list(messages[0]), list(tools[0]), list(tools[0]["function"])] == [
+        ["role", "content"], ["type", "function"], ["name", "a"],
+    ]  # fmt: skip
+
+
 def test_options_are_the_arguments_of_the_class_and_weights_are_replaced_by_name():
     host = ScriptedHost("1", "2", "3")
     overrides = ["environment.options.limit=3", "environment.options.greeting=Hi", "reward.weights.short=3"]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from prefect._internal.uuid7 import uuid7
 
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.resolve import load_config
@@ -262,9 +263,13 @@ def test_run_json_is_written_once_and_the_first_record_counts(tmp_path):
 
 def test_a_retry_of_a_flow_run_has_the_same_run_id_and_files_give_their_name():
     flow_run = "0a1b2c3d-4e5f-6789-abcd-ef0123456789"
-    assert new_run_id("lr sweep 3", flow_run) == "lr-sweep-3-0a1b2c3d"
-    assert new_run_id("quickstart", flow_run) == "quickstart-0a1b2c3d"
-    assert new_run_id("/etc/My Model_v2.toml", flow_run) == "my-model-v2-0a1b2c3d"
+    assert new_run_id("lr sweep 3", flow_run) == "lr-sweep-3-23456789"
+    assert new_run_id("quickstart", flow_run) == "quickstart-23456789"
+    assert new_run_id("/etc/My Model_v2.toml", flow_run) == "my-model-v2-23456789"
+
+
+def test_flow_runs_that_the_scheduler_creates_at_the_same_time_have_runs_of_their_own():
+    assert len({new_run_id("nightly", str(uuid7())) for _ in range(100)}) == 100
 
 
 def test_status_of_a_run_that_has_not_begun_is_one_json_document(tmp_path):

@@ -17,8 +17,9 @@ from pipelinerl.tasks.run_watch import RunWatch
 from pipelinerl_core.config.sections import EvalConfig
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded, Fenced, StoreError, StoreUnavailable
 from pipelinerl_core.models.resolve import load_config
-from pipelinerl_core.run.context import open_run
+from pipelinerl_core.run.context import open_run, resume_overrides
 from pipelinerl_core.run.drain import ask_to_drain
+from pipelinerl_core.run.jobs import Job
 from pipelinerl_core.run.records import eval_key
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision import role_problems, supervise
@@ -201,6 +202,22 @@ def test_a_complete_run_that_is_started_again_passes_no_check_of_a_start(complet
     monkeypatch.setattr(train_flow, "hub_token", lambda run: "x" * 32)
     train_flow.open_at(complete.store.url, complete.config, {})
     assert checks == ([] if is_over else ["count", "preflight"])
+
+
+@pytest.mark.parametrize("refuses", ["refuse_if_live", "preflight"])
+def test_a_resume_that_is_refused_changes_nothing_for_the_roles(complete, monkeypatch, refuses):
+    def refuse(*_, **__):
+        raise ConfigError("refused")
+
+    complete.store.delete([key for key in complete.store.list("commits") if key.startswith("commits/00000002")])
+    monkeypatch.setattr(train_flow, "flow_run", SimpleNamespace(id="f-1", run_count=1, tags=[]))
+    monkeypatch.setattr(train_flow, "count_start", lambda *_: None)
+    monkeypatch.setattr(train_flow, "preflight", lambda *_, **__: None)
+    monkeypatch.setattr(train_flow, refuses, refuse)
+    job = Job(preset="r", overrides=("trainer.steps=60",), root="", config=complete.config, run=complete)
+    with pytest.raises(ConfigError, match="refused"):
+        train_flow.open_job(job, is_checked=False)
+    assert resume_overrides(complete.store) == ()
 
 
 def test_the_flow_run_is_tagged_after_its_run_exists(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,16 @@ def test_commands_of_ours_exist_with_their_options():
         command = get_command(app).commands[name]
         options = {option for parameter in command.params for option in parameter.opts}
         assert {word for word in words if word.startswith("--")} <= options
+
+
+def test_the_control_image_has_the_programs_that_its_services_start():
+    locks = "".join((ROOT / f"requirements{name}.lock").read_text().lower() for name in ("", "-server"))
+    programs = {script.name: script.dist.name.lower() for script in entry_points(group="console_scripts")}
+    image = SERVICES["control"]["image"]
+    commands = [service["command"] for service in SERVICES.values() if service["image"] == image]
+    first = {command[0] for command in commands} | {command.split()[0] for command in commands_of_setup()}
+    for program in first - {"sh", "python", "pipelinerl"}:
+        assert f"{programs[program]}==" in locks, program
 
 
 def commands_of_setup() -> list[str]:

@@ -143,6 +143,6 @@ def test_wheels_for_another_python_are_refused(tmp_path):
 
 
 def test_an_unknown_stage_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["gpu_day", "7"])
+    monkeypatch.setattr(sys, "argv", ["gpu_day", "8"])
     assert gpu_day.main() == 2
-    assert capsys.readouterr().err == "gpu-day: there is no stage 7; there are pack and 1, 2, 3, 4, 5, 6\n"
+    assert capsys.readouterr().err == "gpu-day: there is no stage 8; there are pack and 1, 2, 3, 4, 5, 6, 7\n"

@@ -159,6 +159,7 @@ def test_without_lag_a_step_is_leased_only_after_its_version_has_been_swapped_in
 def test_a_filtered_group_gives_its_place_back():
     ledger, grants = leased(4, rollouts={"filter_zero_variance": True})
     assert deliver(ledger, grants[0], rewards=(1.0, 1.0, 1.0)) is Arrival.FILTERED
+    assert ledger.reserve(1, epoch=2).reason.endswith("; 1 were filtered, whose rewards are all equal")
     assert [grant.group_id for grant in sync(ledger, A, want=9, leases=[g.lease_id for g in grants[1:]]).leases] == [
         4
     ]

@@ -42,6 +42,12 @@ def test_a_missing_template_a_foreign_letter_and_an_empty_prompt_are_one_line_ea
         encode_prompt(prompt(""), tokenizer, chat_template=False)
 
 
+def test_a_template_that_writes_the_date_writes_the_same_on_each_day():
+    tokenizer = build_tokenizer(string.printable)
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}: {{ messages[0]['content'] }}"
+    assert tokenizer.decode(encode_prompt(prompt("x"), tokenizer, chat_template=True)) == "26 Jul 2024: x"
+
+
 CHATML_TURNS = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

@@ -79,6 +79,21 @@ def test_a_template_that_does_not_write_the_prompt_is_one_line(tmp_path, model, 
         lines(tmp_path, model, [30] * 50, model={"chat_template": True})
 
 
+def test_a_template_whose_turns_end_at_no_end_token_of_the_model_is_told(tmp_path, model):
+    tokenizer = build_tokenizer(string.printable)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(model)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    size = {"vocab_size": end + 1}
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**settings, **size}))
+    told = lines(tmp_path, model, [10] * 50, model={"chat_template": True})[-1]
+    assert told.startswith("the chat template ends a turn with '<|im_end|>', at which the model does not stop (eos_")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, end]}))
+    assert "does not stop" not in lines(tmp_path, model, [10] * 50, model={"chat_template": True})[-1]
+
+
 def test_prompts_beyond_the_limit_are_counted_and_the_limit_that_admits_all_is_named(tmp_path, model):
     measured = lines(tmp_path, model, [10, 90] * 25, rollouts={"max_prompt_tokens": 64})[-2]
     num_long = int(measured.partition("longest 90; ")[2].split()[0])

@@ -130,7 +130,10 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def rendered(tokenizer: Any, messages: list[Any], tools: list[Any] | None = None) -> str:
-    return tokenizer.apply_chat_template(messages, tools=tools or None, add_generation_prompt=True, tokenize=False)
+    return tokenizer.apply_chat_template(
+        messages, tools=tools or None, add_generation_prompt=True, tokenize=False,
+        strftime_now=lambda form: "26 Jul 2024",
+    )  # fmt: skip
 
 
 def user(content: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 
 from pipelinerl_core.data.partials import join_rows
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
-from pipelinerl_core.errors import RewardError
+from pipelinerl_core.errors import ConfigError, RewardError
 from pipelinerl_core.messages import Lease
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.rollouts.player import SingleTurns, TextCodec
@@ -120,6 +120,29 @@ def test_an_ended_rollout_without_a_reward_is_scored_and_not_sampled():
     continued, _, _ = run(scorer, {0: ended}, attempt=1)
     assert continued[0].completion_token_ids.tolist() == whole[0].completion_token_ids[:5].tolist()
     assert (continued[0].reward, continued[0].finish_reason) == (5.0, FinishReason.STOP)
+
+
+@pytest.mark.parametrize(
+    ("prompt_ids", "message"),
+    [(None, "cannot encode"), (list(range(1, 31)), "30 prompt tokens"), ([], "an empty prompt")],
+)
+def test_a_prompt_that_cannot_be_used_is_an_error_of_its_rollouts(prompt_ids, message):
+    def encode(prompt):
+        if prompt_ids is None:
+            raise ConfigError("cannot encode")
+        return np.array(prompt_ids, np.int32)
+
+    async def main():
+        engine = EmbeddedEngine(tiny_model(), slots=4, max_len=40, eos_token_ids=())
+        player = SingleTurns(engine, Scorer(), TextCodec(encode=encode, decode=str), CONFIG)
+        rollouts = await GroupRunner({"": player}, actor="b").run(lease())
+        await engine.close()
+        return rollouts
+
+    for rollout in asyncio.run(main()):
+        assert rollout.outcome is Outcome.ERROR
+        assert rollout.error.startswith("prompt: ")
+        assert message in rollout.error
 
 
 def test_components_of_a_reward_are_in_the_rollout_and_in_the_log():

@@ -19,10 +19,12 @@ import pytest
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Completed, Crashed, Failed, Running
+from prefect.types.names import BlockDocumentName
+from pydantic import TypeAdapter
 
 from pipelinerl.flows.cli.deployment import SHIPPED
 from pipelinerl.tasks import placement
-from pipelinerl.tasks.placement import DeployedRole, LocalRole, RunRoles
+from pipelinerl.tasks.placement import DeployedRole, LocalRole, RunRoles, secret_name
 from pipelinerl_core.errors import Fenced, PipelineRLError
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.run.context import open_run
@@ -47,6 +49,8 @@ class Server:
         self.parameters: dict = {}
         self.started: list[tuple] = []
         """Deployment, parameters and job variables of each start."""
+        self.keys: list[str] = []
+        """Of each start, by which the server knows a request that is sent again."""
         self.template: dict = {}
 
     def read_flow_runs(self, flow_run_filter, sort):
@@ -64,6 +68,7 @@ class Server:
         if self.is_away:
             raise ConnectionError("no server")
         self.started.append((deployment, parameters, options["job_variables"]))
+        self.keys.append(options["idempotency_key"])
         run = FlowRun(flow_id=uuid.uuid4(), state=Running(), parameters=parameters, tags=options["tags"])
         self.runs.append(run)
         self.states[run.id] = run.state
@@ -113,6 +118,7 @@ def test_a_crashed_flow_run_is_replaced_until_the_restarts_in_a_row_are_used_up(
     with pytest.raises(RoleFailed, match=r"exit code -9, after 2 restarts \(placement.max_restarts=2\)"):
         actor.check()
     assert len(server.states) == 3
+    assert len({*server.keys}) == 3
 
 
 def test_a_long_life_starts_the_count_again(server, monkeypatch):
@@ -515,3 +521,8 @@ def test_on_pools_an_embedded_engine_is_evaluated_beside_the_train_flow(server, 
     monkeypatch.setattr(placement.Secret, "save", lambda *_, **__: None)
     crew = pooled_crew({"placement": {"kind": "work_pools"}})
     assert isinstance(crew._create("evaluator"), LocalRole)
+
+
+@pytest.mark.parametrize("run_id", ["learner.lr-1e-4-s0-1a2b3c4d", "Long_Context-s1-0a1b2c3d"])
+def test_the_secret_of_a_run_has_a_name_that_prefect_accepts(run_id):
+    assert TypeAdapter(BlockDocumentName).validate_python(secret_name(run_id)).startswith("pipelinerl-l")

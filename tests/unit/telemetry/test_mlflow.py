@@ -107,6 +107,17 @@ def test_the_copy_of_a_run_that_is_still_there_gets_an_mlflow_run_of_its_own(uri
     assert moved.run_id == original.run_id
 
 
+def test_a_run_that_was_deleted_in_the_ui_is_replaced_by_a_new_one(uri):
+    deleted = MlflowTracker(uri, "e", "deleted")
+    deleted.close()
+    deleted._client.delete_run(deleted.run_id)
+    again = MlflowTracker(uri, "e", "deleted", run_id=deleted.run_id)
+    again.log(1, {"reward/mean": 0.25}, weights_digest="d")
+    again.close()
+    assert again.run_id != deleted.run_id
+    assert history(again, "reward/mean") == [(1, 0.25)]
+
+
 def test_new_runs_of_one_name_have_mlflow_runs_of_their_own_and_a_start_that_failed_leaves_none(uri, monkeypatch):
     config = load_config("quickstart", [f"tracking.mlflow_uri={uri}"])
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pipelinerl_core.data import compaction
+from pipelinerl_core.run.compacted import CommitListing, StepRange, list_commits
 from pipelinerl_core.run.records import batch_key, checkpoint_prefix, commit_key, epoch_key, rollout_key
 from pipelinerl_core.tools.audit import Audit, lines
 from pipelinerl_core.types import TurnSpan, WeightSpan
@@ -83,6 +85,14 @@ FAULTS = {
         lambda s: flip(s, "weights/00000003.2/model.safetensors"),
         "digest .* its record says",
     ),
+    "no checkpoint": (
+        lambda s: s.delete(s.list("checkpoints")),
+        "no checkpoint is intact, so the run can be neither",
+    ),
+    "all checkpoints torn": (
+        lambda s: [s.put(key, b"x") for key in s.list("checkpoints") if not key.endswith("json")],
+        "no checkpoint is intact, so .* 1 bytes, its record says",
+    ),
     "weights of another checksum": (
         lambda s: change(s, 1, weights_digest="0" * 64),
         "commit 1: the checksum of the weights differs",
@@ -103,7 +113,7 @@ def test_each_fault_is_named(store, fault):
     assert lines(document)[-1] == "FAIL: the run does not close"
 
 
-def test_rows_that_the_run_does_not_keep_are_counted_and_not_missed(store):
+def test_rows_that_the_run_does_not_keep_are_counted_and_not_missed(store, monkeypatch):
     keeps = CONFIG.model_copy(update={"store": CONFIG.store.model_copy(update={"keep_rows": 1})})
 
     def audit():
@@ -111,16 +121,18 @@ def test_rows_that_the_run_does_not_keep_are_counted_and_not_missed(store):
 
     assert audit()["removed_steps"] == 0
     store.delete([batch_key(1, EPOCH, rank=0)])
-    for key in store.list("checkpoints"):  # without a checkpoint, a start needs all rows
-        store.put(key.replace("checkpoints/", "elsewhere/"), store.get(key))
-        store.delete([key])
-    assert any("batches/00000001.2/0000.arrow" in text for text in audit()["problems"])
-    store.put(f"{checkpoint_prefix(1, EPOCH)}/manifest.json", b"{}")
+    assert any("batches/00000001.2/0000.arrow" in text for text in audit()["problems"]), "whole files are removed"
+    files = [StepRange(0, 1, EPOCH)]
+    monkeypatch.setattr(compaction, "list_commits", lambda store: CommitListing(list_commits(store).originals, files))
     document = audit()
     assert (document["problems"], document["removed_steps"]) == ([], 1)
     assert "rows of 1 steps were removed, as store.keep_rows says: not checked" in lines(document)
-    store.delete([batch_key(2, EPOCH, rank=0)])  # a start trains step 2 again
+    store.delete([batch_key(2, EPOCH, rank=0)])  # not in the file of compacted commits
     assert any("batches/00000002.2/0000.arrow" in text for text in audit()["problems"])
+    older_checkpoint(store)
+    store.delete([key for key in store.list("checkpoints") if key.startswith(checkpoint_prefix(3, EPOCH))])
+    files[:] = [StepRange(0, 2, EPOCH)]
+    assert any("batches/00000002.2/0000.arrow" in text for text in audit()["problems"]), "a start trains step 2 again"
 
 
 def test_a_row_that_is_missing_in_a_batch_is_named(store):
@@ -131,17 +143,25 @@ def test_a_row_that_is_missing_in_a_batch_is_named(store):
     assert any("commit 2: 3 rows are there, 4 rows were trained" in text for text in problems(store))
 
 
+def older_checkpoint(store):
+    """The keys of a second checkpoint, without which the run can be resumed."""
+    prefix = checkpoint_prefix(1, EPOCH)
+    for key in store.list("checkpoints"):
+        store.put(key.replace(checkpoint_prefix(3, EPOCH), prefix), store.get(key))
+    return store.list(prefix)
+
+
 DAMAGES = {
     "older weights flipped": (
         lambda s: flip(s, "weights/00000001.2/model.safetensors"),
         "digest .* its record says",
     ),
     "a checkpoint torn": (
-        lambda s: [s.put(key, b"x") for key in s.list("checkpoints") if not key.endswith("json")],
+        lambda s: [s.put(key, b"x") for key in older_checkpoint(s) if not key.endswith("json")],
         "1 bytes, its record says",
     ),
     "a checkpoint's manifest torn": (
-        lambda s: [s.put(key, b"{") for key in s.list("checkpoints") if key.endswith("json")],
+        lambda s: [s.put(key, b"{") for key in older_checkpoint(s) if key.endswith("json")],
         r"manifest\.json is not a valid CheckpointManifest: not JSON",
     ),
     "a segment torn": (lambda s: s.put(rollout_key("actor-0", 1, 2), b"x"), "torn or corrupt Arrow file"),
@@ -157,7 +177,7 @@ def test_damage_that_takes_nothing_away_is_named_and_the_run_closes(store, damag
     (damaged,) = document["damaged"]
     assert re.search(message, damaged)
     assert lines(document)[-2:] == [
-        f"damaged, but no longer needed: {damaged}",
+        f"damaged, but the run goes on without it: {damaged}",
         "PASS: no rollout was lost or trained twice, the run closes",
     ]
 

@@ -317,6 +317,17 @@ def test_weights_beyond_the_kept_versions_go_and_the_audit_does_not_miss_them(is
     assert "00000037" in str(Audit(store, config).run().damaged)
 
 
+def test_versions_of_steps_that_were_given_up_displace_no_committed_version():
+    store, config = MemoryStore(), build_config({"weights": {"keep": 5}, "trainer": {"steps": 100}})
+    put_epoch(store, EPOCH)
+    put_versions(store, 40)
+    store.delete([commit_key(step, EPOCH) for step in range(31, 41)])
+    collect(store, config, with_rollouts=False, dry_run=False, now=True)
+    assert 30 in versions_in(store)
+    store.delete(["weights/00000030.2/model.safetensors"])
+    assert "00000030" in str(Audit(store, config).run().problems)
+
+
 def test_a_version_that_was_published_again_displaces_another_version_without_damage():
     store, config = MemoryStore(), build_config({"weights": {"keep": 5}, "eval": {"num_prompts": 0}})
     put_epoch(store, EPOCH)

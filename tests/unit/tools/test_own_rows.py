@@ -1,5 +1,6 @@
 """Settings that are guessed from rows, and rows and functions of a program as files."""
 
+import re
 import runpy
 import subprocess
 import sys
@@ -84,12 +85,14 @@ PROGRAM = """
 import json, re
 from math import sqrt as root
 from pipelinerl_core.tools.own_objects import function_location
+from typing import Optional
 LIMIT, WORDS = 3, {"a": 1.0}
+LETTER = re.compile("A", re.IGNORECASE)
 class Parser:
-    def __call__(self, text): return re.findall("a", text)[:LIMIT]
+    def __call__(self, text): return LETTER.findall(text)[:LIMIT]
 def even(n): return n == 0 or odd(n - 1)
 def odd(n): return n != 0 and even(n - 1)
-def score(text): return root(len(Parser()(text))) * WORDS["a"] + even(2)
+def score(text) -> Optional[float]: return root(len(Parser()(text))) * WORDS["a"] + even(2)
 print(function_location(score))
 handle = open("/dev/null")
 def bad(text): return handle
@@ -107,5 +110,6 @@ def test_a_function_of_a_program_takes_along_what_it_uses(tmp_path):
     names = runpy.run_path(location.rpartition(":")[0])
     assert names["score"]("aaaaa") == 3**0.5 + 1
     assert "json" not in names
+    assert names["LETTER"].flags & re.IGNORECASE
     assert refusal.startswith("the reward function uses handle, a TextIOWrapper")
     assert location.endswith(".py:score")

@@ -16,6 +16,7 @@ from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.config.sections import PlacementConfig
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, TrainingDiverged
 from pipelinerl_core.models.resolve import build_config
+from pipelinerl_core.run.records import commit_key
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.telemetry.metrics import METRICS
 from pipelinerl_core.training.live_state import LiveState
@@ -458,7 +459,7 @@ def test_no_folder_of_a_pruned_checkpoint_stays_on_a_disk(tmp_path):
     disk = open_store(str(tmp_path))
     for step in (0, 1, 2, 3):
         save_checkpoint(disk, step, 1, learner_of(tiny_model(), config()).state())
-    prune_checkpoints(disk)
+    prune_checkpoints(disk, {step: commit_key(step, 1) for step in range(4)})
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [f"0000000{n}.1" for n in (0, 2, 3)]
 
 
@@ -477,10 +478,18 @@ def test_pruning_keeps_the_newest_of_the_newest_epoch(store):
         save_checkpoint(store, step, epoch, LiveState({"a": torch.zeros(1)}, {}))
     store.put("checkpoints/00000011.2/state-00001.safetensors", b"never finished")
     store.put("checkpoints/00000016.2/state-00001.safetensors", b"being written")
-    doomed = prune_checkpoints(store, keep=2)
+    counted = {step: commit_key(step, 1 if step <= 10 else 2) for step in range(15)}
+    doomed = prune_checkpoints(store, counted, keep=2)
     assert sorted(doomed) == [(10, 1), (11, 2), (20, 1), (30, 1)]
     assert {key.split("/")[1] for key in store.list("checkpoints")} == {"00000012.2", "00000014.2", "00000016.2"}
-    assert prune_checkpoints(store, keep=2) == []
+    assert prune_checkpoints(store, counted, keep=2) == []
+
+
+def test_the_checkpoint_of_a_fenced_trainer_replaces_none_that_a_start_can_use(store):
+    for step, epoch in [(30, 1), (40, 1), (50, 1), (45, 2)]:
+        save_checkpoint(store, step, epoch, LiveState({"a": torch.zeros(1)}, {}))
+    counted = {step: commit_key(step, 1 if step <= 42 else 2) for step in range(46)}
+    assert prune_checkpoints(store, counted, keep=2) == [(30, 1)]
 
 
 def test_a_group_of_mixed_versions_masks_only_its_old_tokens():

@@ -1,28 +1,25 @@
-"""Model-flop utilisation of the learner on a GPU, part of `make bench-gpu`.
+"""Steps of the learner with random rollouts, their seconds, and the flops of the model.
 
 The model's flops are 6 per weight and token for forward and backward, plus for attention within each sequence of L
 tokens 6 * layers * heads * head size * L^2 (causal: half of all pairs). Recomputed logits do not count. The time is
 that of the whole step with packing, loss, clipping and AdamW.
 """
 
-import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks import report
-from benchmarks.engine_load import random_model, random_rollout
-from benchmarks.gpu_engine import synchronized
+from benchmarks.engine_load import random_rollout
 from benchmarks.learner_rounds import step_config
 from benchmarks.sizes import SIZES
 from pipelinerl_core.batching.assemble import assemble_rows
-from pipelinerl_core.batching.collate import PackBatcher, num_forward_tokens
 from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.training.learner import TorchLearner
-from pipelinerl_core.training.model import ModelDimensions, model_dimensions, prepare_model
+from pipelinerl_core.training.model import ModelDimensions
 from pipelinerl_core.types import TrainingRow
 
 PEAK_TFLOPS = {"H200": 989.0, "H100 NVL": 835.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0}
@@ -32,34 +29,6 @@ PROMPT_TOKENS = 64
 SEQUENCE_TOKENS = 1024
 PACKS_PER_STEP = 4
 GROUP_SIZE = 8
-ROUNDS = 5
-
-
-def measure_learner(size: str, *, device: str, dtype: str, pack_tokens: int) -> dict[str, Any]:
-    """Tokens per second and utilisation of a model of random weights: medians over steps after two that warm up."""
-    model = prepare_model(random_model(size, dtype=getattr(torch, dtype)).to(device))
-    dimensions = model_dimensions(model)
-    config, rows = step_of(size, pack_tokens)
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    learner = TorchLearner(model, config, batcher=PackBatcher(pack_tokens))
-    seconds = statistics.median([step_seconds(learner, rows, device) for _ in range(2 + ROUNDS)][2:])
-    lengths = [num_forward_tokens(row.rollout) for row in rows]
-    tflops = model_flops(dimensions, lengths) / seconds / 1e12
-    peak = peak_tflops(torch.cuda.get_device_name()) if device == "cuda" else None
-    peak_bytes = torch.cuda.max_memory_allocated() if device == "cuda" else None
-    return {
-        "size": size,
-        "num_parameters": dimensions.num_parameters,
-        "num_tokens": sum(lengths),
-        "pack_tokens": pack_tokens,
-        "step_seconds": seconds,
-        "tokens_per_second": sum(lengths) / seconds,
-        "model_tflops": tflops,
-        "peak_tflops": peak,
-        "utilisation": None if peak is None else tflops / peak,
-        "peak_bytes": peak_bytes,
-    }
 
 
 def model_flops(dimensions: ModelDimensions, lengths: Sequence[int]) -> float:
@@ -72,29 +41,6 @@ def model_flops(dimensions: ModelDimensions, lengths: Sequence[int]) -> float:
 def peak_tflops(device_name: str) -> float | None:
     """Peak of a device by name; None if PEAK_TFLOPS lacks the device."""
     return next((peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
-
-
-def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The rows as lines of Markdown."""
-    columns = {
-        "learner": "{size}", "parameters": "{millions:,.1f} M", "tokens of a pack": "{pack_tokens:,}",
-        "of a step": "{num_tokens:,}", "step, s": "{step_seconds:.3f}", "tokens/s": "{tokens_per_second:,.0f}",
-        "model TFLOP/s": "{model_tflops:.3g}", "of peak": "{share}", "memory, GiB": "{memory}",
-    }  # fmt: skip
-    cells = [
-        row | {"millions": row["num_parameters"] / 1e6, "share": _share_of_peak(row), "memory": memory_of(row)}
-        for row in rows
-    ]
-    return report.formatted(columns, cells)
-
-
-def _share_of_peak(row: dict[str, Any]) -> str:
-    return "-" if row["utilisation"] is None else f"{row['utilisation']:.1%} of {row['peak_tflops']:,.0f}"
-
-
-def memory_of(row: dict[str, Any]) -> str:
-    """The peak of memory of a row in GiB."""
-    return "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.1f}"
 
 
 def step_of(size: str, pack_tokens: int, *, uneven: bool = False) -> tuple[RunConfig, list[TrainingRow]]:
@@ -127,3 +73,13 @@ def step_seconds(learner: TorchLearner, rows: Sequence[TrainingRow], device: str
         started = time.perf_counter()
         learner.step(rows)
     return time.perf_counter() - started
+
+
+@contextmanager
+def synchronized(device: str) -> Iterator[None]:
+    """Waits before and after the context until the device has finished all work."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    yield
+    if device == "cuda":
+        torch.cuda.synchronize()
