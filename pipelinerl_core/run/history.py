@@ -265,7 +265,9 @@ def take_epoch(
 
     A trainer calls `take_over`. Raises Fenced if no number is free.
     """
-    epochs = read_epochs(store)
+    # Listed twice: a hub that one wrong listing made the first would number its attempts as an earlier hub did.
+    keys = {*list_keys(store, "epochs"), *list_keys(store, "epochs")}
+    epochs = [read_record(store, key, EpochRecord) for key in keys]
     parent = max((earlier.epoch for earlier in epochs if earlier.role == role and not earlier.is_claim), default=None)
     candidate = max((record.epoch for record in epochs), default=0) + 1
     while candidate < _MAX_EPOCHS:

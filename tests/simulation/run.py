@@ -16,7 +16,7 @@ import pyarrow as pa
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data import codec
 from pipelinerl_core.data.segments import SegmentWriter
-from pipelinerl_core.errors import DeadlineExceeded, Fenced, PipelineRLError, StoreUnavailable
+from pipelinerl_core.errors import DeadlineExceeded, Fenced, HubUnavailable, PipelineRLError, StoreUnavailable
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.roles.actor import loop as actor_loop
 from pipelinerl_core.roles.actor import main as actor_main
@@ -116,7 +116,7 @@ class Simulation:
         """Run a role; an error that no fault explains is a finding, although the role starts again after it."""
         try:
             body()
-        except* (StoreUnavailable, Fenced, DeadlineExceeded):  # the last one after a pause of an hour
+        except* (StoreUnavailable, Fenced, DeadlineExceeded, HubUnavailable):  # the last two after a pause of an hour
             raise
         except* PipelineRLError as group:
             # The class itself: another hub is live.

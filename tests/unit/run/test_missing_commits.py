@@ -12,6 +12,7 @@ from pipelinerl_core.run.history import (
     counted_commit_keys,
     lost_commits,
     read_epochs,
+    take_epoch,
     take_over,
 )
 from pipelinerl_core.run.records import HUB_KEY, commit_key, epoch_key
@@ -169,6 +170,11 @@ def test_a_loss_is_accepted_as_the_user_was_told_or_not_at_all(run, number):
     with suppress(StoreUnavailable):
         assert accept_lost_commits(WrongOnce(run, "commits", number), is_final=True)["step"] == 9
     assert len(counted_commit_keys(run)) >= 10
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_one_wrong_listing_of_the_epochs_makes_no_hub_the_first(run, number):
+    assert take_epoch(WrongOnce(run, "epochs", number), "hub", STEPS).parent == 1
 
 
 def test_the_audit_fails_if_a_takeover_left_out_more_commits_than_a_fenced_trainer_writes_late(run):
