@@ -294,6 +294,7 @@ def run_roles(
     evaluates = evaluates and config.eval.num_prompts > 0
     has_evaluator = evaluates and config.eval_steps > 0 and not config.evaluates_on_actors
     roles = RunRoles(run, on_wait=watch.look)
+    watch.waits_for_machine = roles.wait_for_machine
     try:
         roles.start(HUB)
         roles.start(TRAINER)

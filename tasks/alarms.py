@@ -64,9 +64,11 @@ class Alarms:
     def skip(self, config: Mapping[str, Any], commits: Mapping[int, Commit], last: Commit | None) -> None:
         """Emit no event for what an earlier start of the run has told: what holds already at this start."""
         self._is_silent = True
-        self.check_parts(config, last)
-        self.check(commits)
-        self._is_silent = False
+        try:
+            self.check_parts(config, last)
+            self.check(commits)
+        finally:  # alarms of this start are not lost if the old commits cannot be read
+            self._is_silent = False
 
     def check_parts(self, config: Mapping[str, Any], last: Commit | None) -> None:
         """Emit an event for the first part of the mixture of which no group is trained.

@@ -40,10 +40,11 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.gpu_counts import gpus_of
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded, Fenced, PipelineRLError
 from pipelinerl_core.restart_budget import RestartBudget
-from pipelinerl_core.run.context import TOKEN_VARIABLE, RunContext
+from pipelinerl_core.run.context import TOKEN_VARIABLE, RunContext, last_resume_at
 from pipelinerl_core.run.evaluations import SCHEDULED
 from pipelinerl_core.run.locate import new_run_id
 from pipelinerl_core.run.records import eval_key
+from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision.fit import container_bytes
 from pipelinerl_core.supervision.run_roles import is_over
 from pipelinerl_core.supervision.supervise import STABLE_SECONDS, RoleFailed, restart_rule
@@ -178,10 +179,16 @@ class DeployedRole:
         )
         with get_client(sync_client=True) as client:
             flow_runs = client.read_flow_runs(flow_run_filter=wanted, sort=FlowRunSort.START_TIME_DESC)
+        resumed_at = last_resume_at(open_store(self._parameters["run_url"]))
         for run in flow_runs:  # labels have the MLflow run of a comparison, which is unknown while MLflow is away
-            if {**run.parameters, "labels": None} == {**self._parameters, "labels": None}:
+            if {**run.parameters, "labels": None} != {**self._parameters, "labels": None}:
+                continue
+            if run.start_time is None or run.start_time.timestamp() >= resumed_at:
                 logger.info("%s: using flow run %s of an earlier start", self._name, run.id)
                 return run
+            logger.info("%s: flow run %s has settings from before the resume: it is cancelled", self._name, run.id)
+            with get_client(sync_client=True) as client:
+                client.set_flow_run_state(run.id, Cancelling(), force=True)
         return None
 
     def _start(self) -> FlowRun:
@@ -294,6 +301,14 @@ class RunRoles:
     def _begin(self, name: str, member: Role) -> None:
         self._members[name] = member  # before the start, so that a Ctrl-C during the start stops the role too
         member.begin()
+
+    def wait_for_machine(self) -> bool:
+        """Whether a flow run of the trainer, or those of all actors, wait for a worker."""
+        waiting = {
+            name for name, member in self._members.items() if not member.is_running() and not member.has_ended()
+        }
+        actors = {name for name in self._members if name.startswith("actor-")}
+        return any(name.startswith(TRAINER) for name in waiting) or (bool(actors) and actors <= waiting)
 
     def evaluate(self, version: str, enough: float | None = None) -> None:
         """Evaluate `first`, `last` or `all` on this host and wait for the result; raises the error of a failed role.

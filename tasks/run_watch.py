@@ -100,6 +100,8 @@ class RunWatch:
         self._table_at = -TABLE_SECONDS
         self._table_rows = 0
         self._linked: set[str] = set()
+        self.waits_for_machine: Callable[[], bool] = lambda: False
+        """Whether the trainer, or every actor, waits for a worker: the run does not stall then."""
         self.is_held = False
         """A user has suspended or deleted the flow run; the run drains."""
         self._next_question = 0.0
@@ -338,12 +340,13 @@ class RunWatch:
         return f"{plain_name(self._run.run_id.rpartition('-')[0] or self._run.run_id)}-{name}"
 
     def _check_stall(self) -> None:
-        """Raise DeadlineExceeded without a commit, a token or a start of the trainer for STALL_SECONDS.
+        """Raise DeadlineExceeded without a commit, a token or a start of the trainer for STALL_SECONDS, in which the
+        trainer has a machine.
 
         This process measures all times with its own clock, because the clock of the trainer's host may differ.
         """
         seen = (self.committed_step, self._live.get("step"), self._live.get("tokens"))
-        if seen != self._seen:
+        if seen != self._seen or self.waits_for_machine():
             self._seen, self._changed_at = seen, time.monotonic()
             return
         try:

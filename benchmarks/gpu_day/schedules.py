@@ -31,7 +31,7 @@ from pipelinerl_core.roles.runtime.inference import build_codec
 from pipelinerl_core.tools.audit import Audit
 
 FULL = (
-    "trainer.steps=12", "trainer.groups_per_step=16", "rollouts.max_tokens=256", "engine.concurrency=128",
+    "trainer.steps=6", "trainer.groups_per_step=16", "rollouts.max_tokens=128", "engine.concurrency=128",
     "trainer.pack_tokens=16384",
 )  # fmt: skip
 TOY = ("trainer.steps=3", "trainer.groups_per_step=4", "rollouts.max_tokens=16", "engine.concurrency=32")
@@ -76,6 +76,7 @@ def main() -> int:
                 rows.append(run_row(name, f"file://{root}/{name.replace(', ', '-')}", config))
             except PipelineRLError as error:
                 problems.append(f"{name}: {error}")
+            emit(rows, problems=problems)  # a stage without time left has these rows
         try:
             rows.append(loop_row(config, f"{root}/model", device))
         except torch.OutOfMemoryError as error:

@@ -275,12 +275,18 @@ class _Segments:
             self._segment_of |= {(ref.group_id, ref.attempt): name for ref in refs}
 
     def untrained(self, commit: Commit) -> Iterator[pa.RecordBatch]:
-        """The rows of groups that the commit decided and did not train, as far as the rows are in segments."""
+        """The rows that the commit decided and did not train, as far as they are in segments: those of groups with
+        another fate, and the rollouts of trained groups that have no reward, with the fate failed."""
+        has_errors = commit.metrics.get("rollouts/error_fraction", 0.0) > 0
         for fate in commit.fates:
             name = self._segment_of.get((fate.group_id, fate.attempt))
-            if fate.fate != "trained" and name is not None:
-                batch = self._reader.read_group(*name, fate.group_id, fate.attempt)
-                yield _as_rows(conform(batch, ROLLOUT_SCHEMA), commit.step, fate.fate)
+            is_trained = fate.fate == "trained"
+            if name is None or (is_trained and not has_errors):
+                continue
+            batch = conform(self._reader.read_group(*name, fate.group_id, fate.attempt), ROLLOUT_SCHEMA)
+            if is_trained:
+                batch = batch.filter(pc.equal(batch["outcome"], "error"))
+            yield _as_rows(batch, commit.step, "failed" if is_trained else fate.fate)
 
     def delete_decided(self, commit: Commit, unwritten: Set[GroupKey]) -> None:
         """Delete the segments in which every group is decided as of a commit and none is `unwritten`."""

@@ -78,6 +78,11 @@ class QueuedEngine(ABC, Generic[SequenceT]):
         """Called when the consumer of the chunks has left."""
         self._forget(sequence)
 
+    @property
+    def failure(self) -> str:
+        """Why the engine has ended for good; empty while it serves requests."""
+        return self._failure or ""
+
     def _end_all(self, message: str) -> None:
         for sequence in [*self._running.values(), *self._waiting.values()]:
             sequence.fail(message)

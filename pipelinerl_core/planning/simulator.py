@@ -122,10 +122,12 @@ class SimulatedStep:
     """Time of the commit, seconds since the start of the run."""
     tokens: int
     """Completion tokens of its groups, masked ones included."""
+    live_tokens: int
+    """Trained tokens that are not masked."""
     lag_tokens: int
-    """Sum of the lags of these tokens."""
+    """Sum of their lags."""
     max_lag: int
-    """Largest lag of these tokens, optimizer steps."""
+    """Largest lag of all tokens, optimizer steps."""
     oldest_lags: tuple[int, ...]
     """Lag of the oldest token of each group."""
     wait_seconds: float
@@ -157,9 +159,9 @@ class SimulatedRun:
         return sum(step.wait_seconds for step in self.steps[skip:]) / self._seconds(skip)
 
     def mean_lag(self, skip: int) -> float:
-        """Mean lag of the tokens, optimizer steps."""
+        """Mean lag of the trained tokens, optimizer steps."""
         steps = self.steps[skip:]
-        return sum(step.lag_tokens for step in steps) / sum(step.tokens for step in steps)
+        return sum(step.lag_tokens for step in steps) / max(1, sum(step.live_tokens for step in steps))
 
     def mean_staleness(self, skip: int) -> float:
         """Mean lag of the oldest token of a group: optimizer steps from the start of a group to its training."""
@@ -494,11 +496,13 @@ class _Simulation:
         """An optimizer step ends: its commit follows, and the trainer requests the next groups."""
         trained = [self._summaries[ref.group_id] for ref in answer.groups]
         lags = [(step - 1 - v, num) for summary in trained for v, num in summary.tokens_by_version.items()]
+        live = [(lag, num) for lag, num in lags if lag <= self._config.schedule.max_lag]  # others are masked
         self._steps.append(
             SimulatedStep(
                 at=self._now,
                 tokens=sum(num for _, num in lags),
-                lag_tokens=sum(lag * num for lag, num in lags),
+                live_tokens=sum(num for _, num in live),
+                lag_tokens=sum(lag * num for lag, num in live),
                 max_lag=max(lag for lag, _ in lags),
                 oldest_lags=tuple(step - 1 - min(summary.tokens_by_version) for summary in trained),
                 wait_seconds=waited,

@@ -157,7 +157,7 @@ def recorded_document(calibration: Calibration, source: Source, changed: RunConf
     config = changed or calibration.config
     result = document(source, config)
     assert calibration.measured is not None
-    steps = calibration.config.trainer.steps
+    steps = result["steps"]
     rows = {"measured": calibration.measured.document(steps)}
     rows["predicted"] = predict(calibration, calibration.config).document(steps)
     if changed is not None or source is not calibration:

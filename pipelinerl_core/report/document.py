@@ -3,7 +3,7 @@
 import io
 import itertools
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from pipelinerl_core.report.advice import (
     unmoved_advice,
 )
 from pipelinerl_core.report.diagnosis import as_documents, diagnose, text_decoder
-from pipelinerl_core.report.equal_rewards import NEXT_STEP, TINY_STEP, comparison_text, equal_reward, headline
+from pipelinerl_core.report.equal_rewards import NEXT_STEP, TINY_STEP, comparison_text, headline, run_equal_reward
 from pipelinerl_core.report.facts import RunFacts, StepFacts
 from pipelinerl_core.report.parts import parts_report
 from pipelinerl_core.run.records import Commit, EvalRecord, RunRecord
@@ -73,14 +73,15 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         )
     lengths = commits[-1].lengths if commits else {}
     findings = advice(evidence, lengths, facts.run.config)
-    reward = equal_reward(commits)
+    is_over = bool(commits) and commits[-1].step >= int(facts.run.config.get("trainer", {}).get("steps", 0))
+    reward = run_equal_reward(commits, facts.run.config, is_over=is_over)
     parts = parts_report(facts)
     warnings = [f"{text}." for text in untrained_parts(parts).values()]
     if reward is None:
         warnings.append(unmoved_advice(commits, facts.run.config))
     else:
         next_step = TINY_STEP if facts.run.model_path.startswith(TINY_PREFIX) else NEXT_STEP
-        first = headline(reward, len(facts.steps), is_over=True)
+        first = headline(reward, commits[-1].step, is_over=is_over)
         warnings.insert(0, f"{_sentence(first)} {comparison_text(facts.run.config)} {next_step}")
     if alarm := alarm_text(commits):  # before anything else: the run has trained on tokens of unknown versions
         warnings.insert(0, f"{alarm}.")
@@ -151,8 +152,8 @@ def _learning(facts: RunFacts) -> dict[str, Any]:
     steps, evals = facts.steps, list(facts.evals.values())
     window = max(1, min(_REWARD_WINDOW, len(steps) // 10))
     return {
-        "reward_first": _reward(steps[:window]),
-        "reward_last": _reward(steps[-window:]),
+        "reward_first": _reward(facts, slice(window), steps),
+        "reward_last": _reward(facts, slice(-window, None), steps),
         "reward_components": _components(facts, window),
         "reward_window_steps": window,
         "eval_first": evals[0].known_accuracy if evals else None,
@@ -192,7 +193,15 @@ def _components(facts: RunFacts, window: int) -> dict[str, dict[str, float | Non
     }
 
 
-def _reward(steps: tuple[StepFacts, ...]) -> float | None:
+def _reward(facts: RunFacts, part: slice, steps: tuple[StepFacts, ...]) -> float | None:
+    """Mean of the rewards of the first or last steps; from the commits if rows of steps are not kept."""
+    trained = [commit.metrics.get("reward/mean") for commit in facts.commits.values() if commit.step > 0]
+    if len(trained) > len(steps) and (known := [mean for mean in trained if mean is not None][part]):
+        return float(np.mean(known))
+    return _mean_reward(steps[part])
+
+
+def _mean_reward(steps: Sequence[StepFacts]) -> float | None:
     rewards = np.concatenate([step.rewards for step in steps]) if steps else np.empty(0)
     return float(rewards.mean()) if len(rewards) else None
 
@@ -201,7 +210,8 @@ def _tokens(facts: RunFacts) -> dict[str, Any]:
     lengths = np.concatenate([step.lengths for step in facts.steps]) if facts.steps else np.empty(0, dtype=np.int64)
     last = facts.commits[max(facts.commits)] if facts.commits else None
     return {
-        "samples": len(lengths),
+        "samples": int(last.metrics.get("progress/samples", len(lengths))) if last else 0,
+        "steps_with_rows": len(facts.steps),
         "tokens_generated": last.tokens.get("generated", 0) if last else 0,
         "tokens_trained": sum(int(step.lags.sum()) for step in facts.steps),
         "tokens_masked_stale": sum(step.num_masked for step in facts.steps),
@@ -218,7 +228,13 @@ def _rollouts_per_second(facts: RunFacts) -> float | None:
     commits = list(facts.commits.values())
     seconds = utilization.span_seconds(commits)
     firsts = {part[0].step for part in utilization.stretches(commits)}
-    return sum(len(step.lengths) for step in facts.steps if step.step not in firsts) / seconds if seconds else None
+    rows = {step.step: len(step.lengths) for step in facts.steps}
+    before, trained = 0.0, 0.0
+    for commit in commits:
+        samples = commit.metrics.get("progress/samples", before + rows.get(commit.step, 0))
+        trained += 0.0 if commit.step in firsts else samples - before
+        before = samples
+    return trained / seconds if seconds else None
 
 
 def _seconds(facts: RunFacts, commits: list[Commit]) -> dict[str, float]:

@@ -46,6 +46,17 @@ def equal_reward(commits: Iterable[Commit], min_steps: int = 1) -> float | None:
     return first if num_steps >= min_steps else None
 
 
+def run_equal_reward(commits: Iterable[Commit], config: Mapping[str, Any], *, is_over: bool) -> float | None:
+    """`equal_reward`, if this means that nothing is learned: not with a term of the loss beside the advantage.
+
+    config: the stored configuration. A run that goes on needs WARN_STEPS.
+    """
+    with suppress(PipelineRLError):  # of another release
+        if build_config(config).other_term:
+            return None
+    return equal_reward(commits, 1 if is_over else WARN_STEPS)
+
+
 def headline(reward: float, steps: int, *, is_over: bool) -> str:
     """The sentence that comes first in the live view, the summary and the report."""
     if is_over:

@@ -1,7 +1,7 @@
 """The figures of report.html, drawn from the facts of a run."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 import numpy as np
@@ -235,13 +235,10 @@ def evaluations(facts: RunFacts) -> str:
     """Accuracy against the weight version, one line per set and kind of completion; empty below three evaluations."""
     own = list(facts.evals.values())
     curves = {
-        "held-out prompts": [(record, record.accuracy) for record in own],
+        "held-out prompts": _accuracies(own),
         "greedy": [(record, record.greedy) for record in own if record.greedy is not None],
         "best of the samples": [(record, record.best) for record in own if record.best is not None],
-        **{
-            name: [(record, record.accuracy) for record in records.values()]
-            for name, records in facts.set_evals.items()
-        },
+        **{name: _accuracies(records.values()) for name, records in facts.set_evals.items()},
     }
     if max(map(len, curves.values())) < _MIN_EVALUATIONS:
         return ""
@@ -257,6 +254,11 @@ def evaluations(facts: RunFacts) -> str:
         "Accuracy by version", series, Axis("weight version", is_whole=True), _reward_axis("accuracy", heights)
     )
     return f'<div><p class="legend">{" ".join(legend)}</p><figure>{chart}</figure></div>'
+
+
+def _accuracies(records: Iterable[EvalRecord]) -> list[tuple[EvalRecord, float]]:
+    """The records with an accuracy: an evaluation whose completions have all failed has none."""
+    return [(record, record.accuracy) for record in records if record.known_accuracy is not None]
 
 
 def _reward_axis(label: str, values: Sequence[float]) -> Axis:
@@ -275,6 +277,7 @@ def _learning(
     """parts: points of the reward; between two parts, the lines have a gap. held_out: x and evaluation."""
     series = [Series("reward", thinned(points), "train", kind="faint") for points in parts]
     series += [Series("reward", thinned(smooth(points)), "train") for points in parts]
+    held_out = [(x, record) for x, record in held_out if record.known_accuracy is not None]
     accuracies = [(x, record.accuracy) for x, record in held_out]
     intervals = [_interval(record) for _, record in held_out]
     series.append(Series("held-out accuracy", accuracies, "held"))

@@ -137,8 +137,12 @@ def _summary(report: Mapping[str, Any]) -> str:
     text += f" ({', '.join(parts)})" if parts else ""
     if report["reward_first"] is not None:
         text += f": training reward {report['reward_first']:.2f} &rarr; {report['reward_last']:.2f}"
-    if report["eval_first"] is not None:
+    if report["eval_first"] is not None and report["eval_last"] is not None:
         text += f", {held_out_name(report)} {report['eval_first']:.3f} &rarr; {report['eval_last']:.3f}"
+    if 0 < report["steps_with_rows"] < report["steps"]:
+        text += (
+            f". Lengths, lags and rollouts are those of the {report['steps_with_rows']:,} steps whose rows are kept"
+        )
     return text + "."
 
 

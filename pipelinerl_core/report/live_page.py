@@ -92,7 +92,9 @@ class LivePage:
                 self._status = {
                     **status,
                     "line": f"{self._run_id}: {status['state']}, {status_line(status)}",
-                    "page": f"{status['step']}/{status['num_evaluations']}" if is_due else self._page,
+                    "page": f"{status['step']}/{status['num_evaluations']}/{status['evaluated_at']}"
+                    if is_due
+                    else self._page,
                 }
                 self._status_at = time.monotonic()
             return self._status

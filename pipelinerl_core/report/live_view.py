@@ -16,7 +16,7 @@ from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report.actor_alarms import alarm_text
 from pipelinerl_core.report.advice import clipped_advice, refused_advice, unmoved_advice
 from pipelinerl_core.report.diagnosis import as_documents, diagnose, text_decoder
-from pipelinerl_core.report.equal_rewards import WARN_STEPS, equal_reward, headline
+from pipelinerl_core.report.equal_rewards import headline, run_equal_reward
 from pipelinerl_core.report.facts import newest_facts
 from pipelinerl_core.report.scrape_targets import live_roles, role_progress
 from pipelinerl_core.run.context import planned_steps
@@ -104,6 +104,10 @@ def run_status(store: ObjectStore) -> dict[str, Any]:
     hub = watch.find_live()
     silent_seconds = 0.0 if hub is not None else max(HEARTBEAT_SECONDS, _HUB_SILENCE_SECONDS)
     status = status_of(follower, hub or watch.look(), role_progress(store), silent_seconds=silent_seconds)
+    if status["hub"]:
+        status["hub"]["silent_seconds"] = (
+            None  # one look tells whether a hub is live, and not since when it is silent
+        )
     decode = text_decoder(follower.run.model_path)
     return {**status, "findings": as_documents(diagnose(newest_facts(follower), decode))}
 
@@ -121,7 +125,9 @@ def format_status(store: ObjectStore, status: Mapping[str, Any]) -> str:
         slots = f"{actor['running']} of {actor['concurrency']} slots, {actor['waiting']} waiting"
         lines.append(f"{name}: version {actor['engine_version']}, {slots}")
     if status["hub"]:
-        lines.append(f"hub: {status['hub']['url']}, last heartbeat {status['hub']['silent_seconds']:.0f} s ago")
+        is_live = status["state"] == "running"
+        how = "live" if is_live else "has ended" if status["hub"]["ended"] else "silent"
+        lines.append(f"hub: {status['hub']['url']}, {how}")
     lines += [f"{role.name}: health and metrics at {role.url}" for role in live_roles(store)]
     return "\n".join(lines)
 
@@ -139,10 +145,11 @@ def status_of(
     metrics = commit_metrics(last, follower.before(last)) if last else {}
     is_alive = may_be_live(hub) and silent_seconds < _HUB_SILENCE_SECONDS
     evals = list(follower.evals.values())
+    all_evals = [*evals, *(record for own in follower.set_evals.values() for record in own.values())]
     step = last.step if last else 0
     is_over = bool(last and step >= steps)
     live = hub.live if hub is not None and is_alive and not is_over else {}
-    reward = equal_reward(follower.commits.values(), 1 if is_over else WARN_STEPS)
+    reward = run_equal_reward(follower.commits.values(), follower.run.config, is_over=is_over)
     parts = _parts(follower, metrics)
     alarm = alarm_text([last] if last else [])
     first = alarm or (headline(reward, step, is_over=is_over) if reward is not None else None)
@@ -165,10 +172,13 @@ def status_of(
         "eval_version": evals[-1].version if evals else None,
         "eval_prompts": evals[-1].num_prompts if evals else None,
         "num_evaluations": len(evals) + sum(map(len, follower.set_evals.values())),
+        "evaluated_at": max((record.finished_at for record in all_evals), default=0.0),
         "parts": parts,
         "progress": progress,
         "swap_pause_seconds": live.get("swap_pause_seconds", metrics.get("swap/pause_seconds_max")),
-        "tokens_per_second": live.get("tokens_per_second", metrics.get("actor/tokens_per_second")),
+        "tokens_per_second": live.get(
+            "tokens_per_second", metrics.get("actor/tokens_per_second") if is_alive else None
+        ),
         "eta_seconds": _eta(follower.commits.newest(_ETA_STEPS), steps) if is_alive else None,
         "ready": live.get("ready"),
         "leased": live.get("leased"),

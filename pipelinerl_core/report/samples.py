@@ -159,7 +159,8 @@ def held_out_section(facts: RunFacts) -> str:
     columns = [records[0], records[-1]] if len(records) > 1 else records
     shown = _telling(*(record.samples for record in columns))
     cells = "".join(
-        f"<div><h4>Version {record.version}: {record.accuracy:.3f} of {record.num_prompts:,} held-out prompts</h4>"
+        f"<div><h4>Version {record.version}: {_score(record.known_accuracy)} of {record.num_prompts:,} held-out "
+        "prompts</h4>"
         + "".join(
             _answer(record.samples[index], note) for index, note in shown.items() if index < len(record.samples)
         )

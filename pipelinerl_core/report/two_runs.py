@@ -90,7 +90,9 @@ def _chart(
             (at[step.step], float(step.rewards.mean())) for step in run.steps if len(step.rewards)
         ]
         held_out: list[Point] = [
-            (at[version], record.accuracy) for version, record in run.evals.items() if version in at
+            (at[version], record.accuracy)
+            for version, record in run.evals.items()
+            if version in at and record.known_accuracy is not None
         ]
         series += [
             Series(f"{name}: reward", thinned(rewards), css, kind="faint"),

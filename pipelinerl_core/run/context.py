@@ -94,6 +94,14 @@ def resume_overrides(store: ObjectStore) -> tuple[str, ...]:
         return ()
 
 
+def last_resume_at(store: ObjectStore) -> float:
+    """Unix seconds of the last resume that changed settings; 0 without one."""
+    try:
+        return read_record(store, RESUME_KEY, ResumeRecord).at
+    except MissingObject:
+        return 0.0
+
+
 def planned_steps(store: ObjectStore, record: RunRecord) -> int:
     """trainer.steps of the run, as the latest resume has set it; 0 if the configuration has none."""
     steps = str(record.config.get("trainer", {}).get("steps", 0))
@@ -105,7 +113,8 @@ def planned_steps(store: ObjectStore, record: RunRecord) -> int:
 
 def note_resume(store: ObjectStore, overrides: Sequence[str]) -> None:
     """Store checked overrides for all later starts of roles, in addition to the overrides of earlier resumes."""
-    if overrides:
-        by_key = {override.partition("=")[0]: override for override in (*resume_overrides(store), *overrides)}
+    known = resume_overrides(store)
+    by_key = {override.partition("=")[0]: override for override in (*known, *overrides)}
+    if tuple(by_key.values()) != known:  # a retry of the same resume changes nothing
         record = ResumeRecord(overrides=tuple(by_key.values()), at=time.time())
         store.put(RESUME_KEY, record.model_dump_json().encode())

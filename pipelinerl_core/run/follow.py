@@ -1,5 +1,6 @@
 """Incremental reading of a run's objects while the run grows: counting commits, evaluations, derived metrics."""
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from pipelinerl_core.telemetry.length_bias import length_metrics
 from pipelinerl_core.telemetry.metrics import finite
 from pipelinerl_core.types import LoggedStep
 
+_REREAD, _REREAD_SECONDS = 8, 60.0
+"""So many of the newest evaluations are read again so often: `pipelinerl evaluate` replaces them."""
 PROGRESS = ("progress/samples", "progress/tokens", "progress/seconds")
 """Metrics that serve as x axes."""
 
@@ -44,6 +47,7 @@ class RunFollower:
         self._run: RunRecord | None = None
         self._epochs: dict[str, EpochRecord] = {}
         self._eval_keys: set[str] = set()
+        self._evals_read_at = time.monotonic()
         self._delivered: set[str] = set()
 
     @property
@@ -82,15 +86,24 @@ class RunFollower:
                 self._epochs[key] = read_record(self.store, key, EpochRecord)
 
     def _read_evals(self) -> tuple[EvalRecord, ...]:
-        new_keys = [key for key in list_keys(self.store, EVALS_PREFIX) if key not in self._eval_keys]
-        fresh = [read_record(self.store, key, EvalRecord) for key in new_keys]
-        self._eval_keys.update(new_keys)
+        keys = sorted(list_keys(self.store, EVALS_PREFIX))
+        again: set[str] = set()
+        if time.monotonic() - self._evals_read_at >= _REREAD_SECONDS:
+            again, self._evals_read_at = set(keys[-_REREAD:]), time.monotonic()
+        read = [(key, read_record(self.store, key, EvalRecord)) for key in keys
+                if key not in self._eval_keys or key in again]  # fmt: skip
+        self._eval_keys.update(keys)
+        fresh = [record for _, record in read if not self._is_known(record)]
         for record in fresh:
             known = self.set_evals.setdefault(record.set, {}) if record.set else self.evals
             known[record.version] = record
         self.evals = dict(sorted(self.evals.items()))
         self.set_evals = {name: dict(sorted(known.items())) for name, known in sorted(self.set_evals.items())}
         return tuple(fresh)
+
+    def _is_known(self, record: EvalRecord) -> bool:
+        own = self.set_evals.get(record.set, {}) if record.set else self.evals
+        return own.get(record.version) == record
 
 
 class Forwarder:

@@ -119,7 +119,7 @@ class Fit:
         number, unit = (1e9, "B") if self.num_parameters >= 1e9 else (1e6, "M")
         lines = [f"{self.model}: {self.num_parameters / number:.2f} {unit} parameters; GPU {card}"]
         for role in self.roles:
-            mark = "!!" if role.exceeds else " ?" if role.is_tight else "ok"
+            mark = "!!" if role.exceeds else " ?" if role.is_tight else "ok" if role.limit_bytes else "--"
             of = f" of {_gb(role.limit_bytes)}" if role.limit_bytes else ""
             gpu = f"GPU {_gb(role.gpu_bytes)}{of}  " if role.gpus else "no GPU  "
             where = f"{role.count} x {role.gpus} GPU{'s' * (role.gpus != 1)}" if role.gpus else f"{role.count} x"
@@ -278,7 +278,8 @@ def _state(config: RunConfig, shape: ModelShape) -> tuple[dict[str, float], floa
     ranks = config.trainer.ranks if learner.splits_state else 1
     by_stage = [ranks if learner.zero_stage >= stage else 1 for stage in (3, 2, 1)]
     weights = width * shape.num_parameters / by_stage[0]
-    reference = weights if config.loss.kl_coefficient and not learner.lora_rank else 0.0
+    is_shared = learner.lora_rank and not config.loss.ref_model and learner.zero_stage < 3
+    reference = width * shape.num_parameters if config.loss.kl_coefficient and not is_shared else 0.0
     teacher = width * _teacher_shape(config, shape).num_parameters if config.loss.teacher else 0.0
     # torch: gradients of a pack and their float32 sum; DeepSpeed: one sum.
     gradients = (4 if learner.splits_state else 4 + width) * trained / by_stage[1]
@@ -291,6 +292,10 @@ def _state(config: RunConfig, shape: ModelShape) -> tuple[dict[str, float], floa
         offloaded, weights = offloaded + weights, 0.0
     parts = {"weights": weights, "reference": reference, "teacher": teacher, "gradients": gradients,
              "optimizer": optimizer}  # fmt: skip
+    # Each rank loads the whole model before DeepSpeed splits or offloads it.
+    loading = width * shape.num_parameters - weights - gradients - optimizer
+    if loading > 0:
+        parts["whole model at the start"] = loading
     return parts, offloaded
 
 
@@ -343,7 +348,7 @@ def _actor(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit:
     share = 1.0 if config.gpu_turns and not engine.has_workers else config.engine_memory_share
     limit = min(share * card_bytes, max(0.0, card_bytes - beside)) if gpus else 0.0
     note, room = "", limit - weights / shards - _ENGINE_BYTES
-    if limit and room > 0:
+    if limit and room > 0 and engine.has_workers:
         whole = int(room // sequence)
         note = f"{whole} sequences of {longest} tokens fit the KV cache; engine.concurrency={engine.concurrency}" + (
             f" per copy, {engine.data_parallel} copies" if engine.data_parallel > 1 else ""
@@ -353,12 +358,22 @@ def _actor(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit:
         role="actor",
         count=config.placement.actors,
         gpus=gpus,
-        gpu=_parts({"weights": weights / shards, "one sequence": sequence, "engine": _ENGINE_BYTES}),
+        gpu=_parts(_actor_gpu(config, shape, weights / shards, sequence)),
         limit_bytes=limit,
         host=_parts(_actor_host(config, shape, weights, sequence)),
         shared_bytes=staged + _ENGINE_SHARED_BYTES,
         note=note,
     )
+
+
+def _actor_gpu(config: RunConfig, shape: ModelShape, weights: float, sequence: float) -> dict[str, float]:
+    """vLLM fits its KV cache to the card; the embedded engine allocates all slots, and a swap has a second copy."""
+    engine = config.engine
+    if engine.has_workers:
+        return {"weights": weights, "one sequence": sequence, "engine": _ENGINE_BYTES}
+    sampling = _SAMPLED_BYTES * engine.concurrency * shape.vocabulary
+    return {"weights": weights, "staged version": weights, "KV cache": engine.concurrency * sequence,
+            "sampling": sampling, "engine": _ENGINE_BYTES}  # fmt: skip
 
 
 def _actor_host(config: RunConfig, shape: ModelShape, weights: float, sequence: float) -> dict[str, float]:

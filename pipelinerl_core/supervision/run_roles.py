@@ -15,7 +15,7 @@ from pipelinerl_core.run.history import is_complete, read_epochs
 from pipelinerl_core.run.hub_status import is_descendant, may_be_live, read_hub
 from pipelinerl_core.run.locate import remove_shared_memory
 from pipelinerl_core.run.records import EvalRecord
-from pipelinerl_core.run.versions import ALL, DUE, names_several
+from pipelinerl_core.run.versions import ALL, DUE, find_commits, names_several
 from pipelinerl_core.supervision.gpus import claimed_gpus
 from pipelinerl_core.supervision.log_copies import copied_log
 from pipelinerl_core.supervision.role_commands import role_command, role_environment
@@ -47,6 +47,7 @@ def evaluate(run: RunContext, version: str, stop: Event, enough: float | None = 
     """
     if run.config.eval.num_prompts == 0:
         raise ConfigError(f"{run.run_id} has no held-out prompts to evaluate on: eval.num_prompts=0")
+    steps = [] if version in (ALL, DUE, SCHEDULED) else [commit.step for commit in find_commits(run, version)]
     name = "evaluator-all" if names_several(version) else f"evaluator-{version}"
     arguments = {"version": version} | ({} if enough is None else {"enough": str(enough)})
     report = supervise(run, "evaluator", name, arguments, stop)
@@ -57,9 +58,7 @@ def evaluate(run: RunContext, version: str, stop: Event, enough: float | None = 
     evals = follower.evals
     if version in (ALL, DUE, SCHEDULED):
         return list(evals.values())
-    wanted = {"first": min(evals, default=0), "last": max(evals, default=0)}
-    steps = [wanted[part] if part in wanted else int(part) for part in version.split(",")]
-    return [evals[step] for step in sorted(set(steps)) if step in evals]
+    return [evals[step] for step in steps if step in evals]
 
 
 def supervise(

@@ -296,7 +296,7 @@ _DECLARED = (
     _run("part_accuracy", "", "Mixture: newest held-out accuracy of the part.", labels=("part",)),
     *(_run(f"part_{fate}_groups_total", "", f"Mixture: groups of the part with fate {fate}.", "counter", ("part",))
       for fate in Fate),
-    _run("tokens_total", "tokens", "Tokens by class of the ledger.", "counter", ("class",)),
+    _run("tokens", "tokens", "Tokens by class of the ledger. Fall if a new hub knows fewer.", "gauge", ("class",)),
     _role("gauge", "role_info", ALL_ROLES, "1; the labels identify the process.", ("run", "role", "name")),
     _role("gauge", "role_healthy", ALL_ROLES, "1 while the main loop runs (/healthz)."),
     _role("gauge", "role_ready", ALL_ROLES, "1 while the role does its work (/readyz)."),

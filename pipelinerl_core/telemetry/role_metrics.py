@@ -130,7 +130,7 @@ def _run_values(status: Mapping[str, Any]) -> dict[str, Any]:
         "part_reward": of_parts("reward"),
         "part_accuracy": of_parts("eval_last"),
         **{f"part_{fate}_groups_total": of_parts(f"groups_{fate}") for fate in Fate},
-        "tokens_total": dict(status["ledger"]),
+        "tokens": dict(status["ledger"]),
     }
 
 

@@ -19,6 +19,7 @@ Shapes: B = 1, T = packed tokens, H = heads, D = head size, F = H * D; of a band
 algo/packed.py.
 """
 
+import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -190,7 +191,7 @@ def varlen_attention(
         scale=scaling,
         # Tokens before and after the query. The window of transformers includes the query.
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        enable_gqa=key_THD.shape[1] != query_THD.shape[1],
+        **({"enable_gqa": key_THD.shape[1] != query_THD.shape[1]} if _names_gqa() else {}),
     )
     return attended_THD[None], None
 
@@ -225,8 +226,16 @@ def flex_packed_attention(
 
 
 @cache
+def _names_gqa() -> bool:
+    """Whether this torch must be told that there are fewer key heads; before 2.12 it has no such parameter."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+@cache
 def _compiled() -> Any:
-    # dynamic: one kernel for packs of any length. Without compilation flex attention stores all T * T scores.
+    # dynamic: one kernel for packs of any length. Without compilation flex attention stores all T * T scores, also
+    # beyond dynamo's limit of eight variants: masks, gradients and strides make about as many.
+    torch._dynamo.config.recompile_limit = 64
     return torch.compile(flex_attention, dynamic=True)
 
 

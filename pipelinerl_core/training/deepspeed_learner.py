@@ -14,9 +14,11 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pipelinerl_core.algo.packed import PackedBatch
@@ -51,6 +53,10 @@ class DeepSpeedLearner(BaseLearner):
         super().__init__(model, config, ranks=ranks, **more)
         self._parameters = self._policy.trained()
         self._deepspeed = load_deepspeed(self._device, ranks)
+        if ranks.size > 1:  # DeepSpeed would make this group with torch's own deadline of half an hour
+            self._deepspeed.utils.groups._WORLD_GROUP = dist.new_group(
+                timeout=timedelta(seconds=config.trainer.collective_seconds)
+            )
         self._stage = config.learner.zero_stage
         if self._stage == 3:  # the policy's forward uses the head's weight without a call of the head
             self._deepspeed.zero.register_external_parameter(self._policy, self._policy.head)

@@ -66,6 +66,7 @@ class TorchLearner(BaseLearner):
                 if result.gradients:
                     self._optimizer.add_grads(result.gradients)
                 sums.add(result.batch, result.sums, result.trainer_logprobs_N, result.entropy_N)
+                del result  # its gradients, before the next pack is computed
             if self._ranks.size > 1:
                 self._ranks.sum_(self._optimizer.gradients())
             grad_norm = self._optimizer.grad_norm()

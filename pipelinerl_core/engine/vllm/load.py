@@ -19,8 +19,8 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.paths import read_model_config, within_context
 
 _GIB = 2**30
-_CONTEXT_SHARE = 0.03
-"""Of a GPU's memory, for the context of CUDA."""
+_CONTEXT_SHARE, _CONTEXT_BYTES = 0.03, 1.5 * _GIB
+"""Of a GPU's memory, and at least, for the context of CUDA and what the trainer still allocates at rest."""
 
 
 async def start_vllm_engine(
@@ -100,6 +100,7 @@ def _free_share() -> float:
 
     A process of its own asks, because CUDA must not be initialized in this process.
     """
-    code = "import torch; free, total = torch.cuda.mem_get_info(); print(free / total)"
+    code = "import torch; print(*torch.cuda.mem_get_info())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    return float(done.stdout) - _CONTEXT_SHARE
+    free, total = map(int, done.stdout.split())
+    return free / total - max(_CONTEXT_SHARE, _CONTEXT_BYTES / total)

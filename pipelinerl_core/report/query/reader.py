@@ -17,7 +17,7 @@ from fsspec import AbstractFileSystem
 from pyarrow.fs import FileSystem, FSSpecHandler, LocalFileSystem, PyFileSystem, SubTreeFileSystem
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.data.compaction import SCHEMA, list_rollouts, removable_through
+from pipelinerl_core.data.compaction import SCHEMA, list_rollouts, removed_through
 from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.errors import MissingObject
 from pipelinerl_core.interfaces import ObjectStore
@@ -121,7 +121,7 @@ class RunReader:
     def _newer_commits(self) -> Iterator[Commit]:
         """The commits whose rows are not compacted and not removed."""
         compacted = {commit_key(step, steps.epoch) for steps in list_rollouts(self.store) for step in steps.steps}
-        removed = removable_through(self.store, self.config.store.keep_rows)
+        removed = removed_through(self.store, self.config.store.keep_rows)
         for step, key in self.commits.keys_by_step.items():
             if step > removed and key not in compacted:
                 yield self.commits[step]

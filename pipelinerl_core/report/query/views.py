@@ -11,9 +11,10 @@ from typing import NamedTuple
 ROWS = """
 SELECT * FROM stored_rows
 UNION ALL BY NAME
-SELECT segment_rows.*, group_fates.step, group_fates.fate
+SELECT segment_rows.*, group_fates.step, if(group_fates.fate = 'trained', 'failed', group_fates.fate) AS fate
 FROM segment_rows JOIN open_groups USING (run_id) LEFT JOIN group_fates USING (run_id, group_id, attempt)
-WHERE group_fates.fate <> 'trained' OR (group_fates.fate IS NULL
+WHERE group_fates.fate <> 'trained' OR (segment_rows.outcome = 'error' AND group_fates.fate = 'trained')
+    OR (group_fates.fate IS NULL
     AND (group_id >= next_group_id OR list_contains(open_groups, group_id)))
 """
 """Every row once. A row of a segment without a fate belongs to an open group, or to a lease that another replaced."""
@@ -178,10 +179,13 @@ VIEWS: Mapping[str, View] = MappingProxyType(
             "rows",
             _columns(
                 **_KEY,
-                fate=("fate", "As in `rollouts`."),
                 prompt_id=("prompt_id", "Digest of the prompt's source and text."),
                 source=("source", "Name of the prompt source."),
                 env=("env", "Name of the verifier or environment."),
+                fate=(
+                    "CASE WHEN bool_or(fate = 'trained') THEN 'trained' ELSE any_value(fate) END",
+                    "Fate of the group. Rollouts without a reward of a trained group have the fate failed.",
+                ),
                 task=("any_value(task)::JSON", "As in `rollouts`."),
                 num_rollouts=("count(*)", "Completions."),
                 num_errors=("count(*) FILTER (outcome = 'error')", "Completions without a reward."),
@@ -194,7 +198,7 @@ VIEWS: Mapping[str, View] = MappingProxyType(
                 scored_at=("max(scored_at)", "Unix seconds when all rewards were known."),
             ),
             _OF_ROWS,
-            group_by=8,
+            group_by=7,
         ),
         "turns": View(
             "One row per turn of a rollout; a completion without turns is turn 0.",

@@ -36,6 +36,7 @@ from pipelinerl_core.data.segments import SegmentWriter
 from pipelinerl_core.errors import (
     ChecksumMismatch,
     ConfigError,
+    EngineError,
     HubUnavailable,
     MissingObject,
     RunOver,
@@ -231,13 +232,20 @@ class Actor:
                 self._evaluation.consider(tasks)
             for group in self._sealer.groups_to_send_again():
                 self._unsent.put_nowait(group)
-            if self._errors.is_spent:
-                raise ConfigError(  # the same code would fail again: no restart
-                    f"over 20 % of the last 200 rollouts failed; first: {self._errors.first_error}. Correct the code "
-                    "and start a new run; if a service was unavailable, resume the run"
-                )
+            self._check_failures()
             await self._next_sync()
             want = self._want() if self._is_current() else 0
+
+    def _check_failures(self) -> None:
+        """Raises EngineError if the engine has ended for good: another start has a new engine. Raises ConfigError,
+        after which no start follows, if too many rollouts fail."""
+        if failure := getattr(self._engine, "failure", ""):
+            raise EngineError(failure)
+        if self._errors.is_spent:
+            raise ConfigError(
+                f"over 20 % of the last 200 rollouts failed; first: {self._errors.first_error}. Correct the code "
+                "and start a new run; if a service was unavailable, resume the run"
+            )
 
     def _exchange(self, message: Sync) -> SyncReply | None:
         """Send a sync, on the thread of the syncs; None if the hub did not know this actor, which registers again."""

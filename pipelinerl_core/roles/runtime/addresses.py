@@ -9,10 +9,14 @@ def reachable_url(url: str) -> str:
     host, _, port = address.rpartition(":")
     if host not in ("0.0.0.0", "[::]", "::"):
         return url
+    return f"{scheme}://{own_outgoing_address()}:{port}"
+
+
+def own_outgoing_address() -> str:
+    """The address from which this host connects to others; its host name without a network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing: the call only selects the outgoing address
-            host = probe.getsockname()[0]
+            return str(probe.getsockname()[0])
         except OSError:
-            host = socket.gethostname()
-    return f"{scheme}://{host}:{port}"
+            return socket.gethostname()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -231,12 +231,36 @@ def _load(config: RunConfig, device: torch.device, ranks: Ranks) -> _Loaded:
         teacher = load_reference(
             require_model(config.loss.teacher), model, config.learner.attention, key="loss.teacher"
         )
+    _require_equal(ranks, {"model.path": model, "loss.ref_model": reference, "loss.teacher": teacher})
     if config.learner.lora_rank:
         add_adapters(model, config.learner, config.seed)
     if config.checkpoints_activations(device.type):
         checkpoint_activations(model)
     note = _adapter_note(config, Path(path), model, ranks) if config.weights.content == "adapters" else None
     return _Loaded(model, reference, teacher, note)
+
+
+def _require_equal(ranks: Ranks, models: Mapping[str, Any]) -> None:
+    """Raises ConfigError on every rank if a rank has loaded other weights than rank 0: its host has other files."""
+    if ranks.size == 1:
+        return
+    for key, model in models.items():
+        if model is None:
+            continue
+        sums = [_checksum(parameter) for parameter in model.parameters()]
+        own = torch.stack([number * (index + 1) for index, number in enumerate(sums)]).sum()[None]
+        checksums = ranks.gather(own)
+        if other := [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]:
+            raise ConfigError(
+                f"{key}: ranks {', '.join(map(str, other))} have other weights than rank 0. Put the same model on "
+                "every host of the trainer"
+            )
+
+
+def _checksum(parameter: torch.Tensor) -> torch.Tensor:
+    """A number of the bits of a tensor; sums of integers do not depend on their order."""
+    bits = torch.int16 if parameter.element_size() == 2 else torch.int32
+    return parameter.detach().view(bits).sum(dtype=torch.int64)
 
 
 def _adapter_note(config: RunConfig, path: Path, model: object, ranks: Ranks) -> AdapterNote:

@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 
+from pipelinerl_core.errors import StoreUnavailable
 from pipelinerl_core.host import own_cores
 from pipelinerl_core.roles.runtime.hub_link import HUB_DEADLINE_SECONDS
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
@@ -70,7 +71,11 @@ def run_ranks(
     try:
         while not stop.wait(_POLL_SECONDS) and not processes.have_ended() and processes.log_failures() is None:
             monitor.heartbeat(f"training with rank 0 of epoch {rendezvous.epoch}")
-            newest = newest_rendezvous(context.store)
+            try:
+                newest = newest_rendezvous(context.store)
+            except StoreUnavailable as error:  # a step needs no store
+                logger.warning("the ranks go on without the store: %s", error)
+                continue
             if newest is not None and newest.epoch > rendezvous.epoch:
                 break
         if stop.is_set() and processes.log_failures() is None:

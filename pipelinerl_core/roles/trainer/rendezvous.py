@@ -13,6 +13,7 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.roles.runtime.addresses import own_outgoing_address
 from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import RENDEZVOUS_PREFIX, RendezvousRecord, rendezvous_key
 
@@ -34,7 +35,9 @@ def open_rendezvous(
                 os.environ.setdefault(variable, "lo")
         where = f"{_FILE}{directory / 'ranks'}"
         return join_rendezvous(where, size, seconds), where
-    store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+    # The server listens on all addresses of this host; `host` may be reachable for others only.
+    deadline = timedelta(seconds=seconds)
+    store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=deadline)
     return store, f"{_TCP}{host}:{store.port}"
 
 
@@ -57,8 +60,17 @@ def refusal_of(store: Store) -> str:
 
 
 def own_address(config: RunConfig) -> str:
-    """Address of this host for the other hosts of the trainer."""
-    return config.placement.trainer_host or socket.gethostname()
+    """Address of this host for the other hosts of the trainer: placement.trainer_host if it is an address of this
+    host, where the work pool has started rank 0."""
+    wanted = config.placement.trainer_host
+    if not wanted:
+        return socket.gethostname()
+    with socket.socket() as probe:
+        try:
+            probe.bind((wanted, 0))
+        except OSError:
+            return own_outgoing_address()
+    return wanted
 
 
 def announce_rendezvous(store: ObjectStore, record: RendezvousRecord) -> None:

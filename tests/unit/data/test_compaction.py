@@ -1,5 +1,7 @@
 """Compacted rollouts have the rows of batches and of untrained groups; decided segments go, also after crashes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +22,7 @@ from pipelinerl_core.run.compacted import StepRange
 from pipelinerl_core.run.records import batch_key, checkpoint_prefix, parse_step_key, rollout_key
 from pipelinerl_core.storage.local import FileStore
 from pipelinerl_core.telemetry.role_metrics import RoleMetrics
+from pipelinerl_core.types import Outcome
 from tests.builders import put_commit, put_epoch, put_run, small_config
 from tests.counting_store import CountingStore
 from tests.fakes import MemoryStore
@@ -111,6 +114,28 @@ def test_the_rows_are_those_of_the_batches_and_the_dropped_group(run):
     sampled = [list(rollout.completion_token_ids) for rollout in group(0)]
     assert dropped["completion_token_ids"].to_pylist() == sampled
     assert dropped["advantage"].null_count == 2
+
+
+def test_rollouts_without_a_reward_of_trained_groups_are_kept(run):
+    failed = [replace(rollout, reward=None, outcome=Outcome.ERROR, error="timed out") for rollout in group(3)[:1]]
+    put_segment(run, 3, [*failed, *group(3)[1:]])
+    put_commit(
+        run, 3, EPOCH, fates=(fate(3),), next_group_id=4, open_groups=(0,), metrics={"rollouts/error_fraction": 0.5},
+        batches=put_batch(run, 3, EPOCH, [training_row(group(3)[1], advantage=1.0)]),
+    )  # fmt: skip
+    run.delete(list(run.list("compacted")))
+    for step in range(8):
+        if step != 3:
+            put_step(run, step)
+    compaction.compact_commits(run)
+    compact_rollouts(run)
+    rows = read_rollouts(run, COMPACTED[0])
+    rows = rows.filter(pa.compute.equal(rows["group_id"], 3))
+    assert list(zip(rows["fate"].to_pylist(), rows["error"].to_pylist(), strict=True)) == [
+        ("trained", None), ("failed", "timed out"),
+    ]  # fmt: skip
+    (trained,) = TrainedRows(run).batches(read_commits(run)[3])
+    assert len(trained) == 1
 
 
 def test_no_directory_of_a_compacted_batch_stays(run, tmp_path):

@@ -12,13 +12,14 @@ import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from datetime import UTC, datetime
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import ObjectNotFound
-from prefect.states import Cancelled, Completed, Crashed, Failed, Running
+from prefect.states import Cancelled, Completed, Crashed, Failed, Running, Scheduled
 from prefect.types.names import BlockDocumentName
 from pydantic import TypeAdapter
 
@@ -46,6 +47,7 @@ class Server:
         self.states: dict[uuid.UUID, State | None] = {}
         self.runs: list[FlowRun] = []
         self.is_away = False
+        self.resumed_at = 0.0
         self.parameters: dict = {}
         self.started: list[tuple] = []
         """Deployment, parameters and job variables of each start."""
@@ -85,7 +87,7 @@ class Server:
             raise ObjectNotFound(Exception())
         return FlowRun(id=run_id, flow_id=uuid.uuid4(), state=self.states[run_id], parameters=self.parameters)
 
-    def set_flow_run_state(self, run_id, state):
+    def set_flow_run_state(self, run_id, state, force=False):
         self.states[run_id] = state
 
     @property
@@ -99,6 +101,7 @@ def server(monkeypatch) -> Server:
     monkeypatch.setattr(placement, "run_deployment", server.run_deployment)
     monkeypatch.setattr(placement, "get_client", lambda sync_client: server)
     monkeypatch.setattr(placement, "_POLL_DEPLOYMENT_SECONDS", 0.0)
+    monkeypatch.setattr(placement, "last_resume_at", lambda store: server.resumed_at)
     return server
 
 
@@ -176,6 +179,29 @@ def test_a_member_of_an_earlier_start_goes_on_unless_its_flow_run_is_over_or_of_
     assert again.has_ended()
     assert not member().has_ended()
     assert len(server.states) == 4
+
+
+def test_a_member_with_settings_from_before_a_resume_is_cancelled_and_replaced(server):
+    member()
+    server.runs[0].start_time = datetime(2026, 1, 1, tzinfo=UTC)
+    member()
+    assert len(server.runs) == 1
+    server.resumed_at = datetime(2026, 1, 2, tzinfo=UTC).timestamp()
+    member()
+    assert len(server.runs) == 2
+    assert server.states[server.runs[0].id].type == StateType.CANCELLING
+
+
+def test_a_run_without_a_machine_for_its_trainer_or_all_actors_waits(server):
+    roles = object.__new__(RunRoles)
+    roles._members = {"trainer": member(), "actor-0": member(), "actor-1": member()}
+    assert not roles.wait_for_machine()
+    for names, waits in ((["actor-0"], False), (["actor-0", "actor-1"], True), (["trainer"], True)):
+        for role in roles._members.values():
+            role._state = Running()
+        for name in names:
+            roles._members[name]._state = Scheduled()
+        assert roles.wait_for_machine() is waits
 
 
 def test_after_stop_nothing_is_replaced(server):

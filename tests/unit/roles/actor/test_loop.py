@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from pipelinerl_core.errors import SwapError
+from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.roles.actor.finished_group import FinishedGroup
 from tests.builders import group_named, weight_manifest
 from tests.unit.roles.actor.actor_case import Engine, Link, actor, turns
@@ -61,3 +61,11 @@ async def test_a_failed_swap_is_repeated_and_the_third_failure_ends_the_actor(fa
             await loop
     loop.cancel()
     assert (engine.weight_version, len(tested_actor._swaps)) == ((0, 0) if is_given_up else (7, 1))
+
+
+def test_an_engine_that_has_ended_for_good_ends_its_actor_which_may_start_again():
+    engine = Engine(failures=0)
+    actor(Link(), engine)._check_failures()
+    engine.failure = "the engine failed: OutOfMemoryError"
+    with pytest.raises(EngineError, match="OutOfMemoryError"):
+        actor(Link(), engine)._check_failures()
