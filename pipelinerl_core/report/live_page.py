@@ -89,12 +89,11 @@ class LivePage:
                 hub, progress = self._hub.look(), role_progress(self._store)
                 status = status_of(self._follower, hub, progress, silent_seconds=self._hub.silent_seconds)
                 is_due = not self._body or time.monotonic() >= self._next_page_at or status["state"] != "running"
+                evaluated = f"/{status['evaluated_at']}" if status["evaluated_at"] else ""  # replaced by `evaluate`
                 self._status = {
                     **status,
                     "line": f"{self._run_id}: {status['state']}, {status_line(status)}",
-                    "page": f"{status['step']}/{status['num_evaluations']}/{status['evaluated_at']}"
-                    if is_due
-                    else self._page,
+                    "page": f"{status['step']}/{status['num_evaluations']}{evaluated}" if is_due else self._page,
                 }
                 self._status_at = time.monotonic()
             return self._status
