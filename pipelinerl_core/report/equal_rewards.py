@@ -51,10 +51,11 @@ def run_equal_reward(commits: Iterable[Commit], config: Mapping[str, Any], *, is
 
     config: the stored configuration. A run that goes on needs WARN_STEPS.
     """
+    reward = equal_reward(commits, 1 if is_over else WARN_STEPS)
     with suppress(PipelineRLError):  # of another release
-        if build_config(config).other_term:
+        if reward is not None and build_config(config).other_term:
             return None
-    return equal_reward(commits, 1 if is_over else WARN_STEPS)
+    return reward
 
 
 def headline(reward: float, steps: int, *, is_over: bool) -> str:

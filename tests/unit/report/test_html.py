@@ -265,6 +265,44 @@ def test_a_report_on_a_host_without_the_prompts_shows_the_reference_all_the_same
     assert example["reference"] == str(total(example["prompt"]))
 
 
+def test_equal_rewards_teach_nothing_only_without_another_term_of_the_loss_and_after_some_steps():
+    store = MemoryStore()
+    run = write_run(store, Shape(steps=2, reward=0.0))
+    assert write_report(store, decode=decode)["equal_reward"] == 0.0
+    goes_on = {**run.config, "trainer": {**run.config["trainer"], "steps": 9}}
+    teacher = {**run.config, "loss": {**run.config["loss"], "teacher": "builtin:sums"}}
+    for config in (goes_on, teacher):
+        put_record(store, RUN_KEY, run.model_copy(update={"config": config}))
+        assert write_report(store, decode=decode)["equal_reward"] is None
+
+
+def test_an_evaluation_whose_completions_all_failed_is_no_accuracy_of_0():
+    store = MemoryStore()
+    write_run(store, Shape(steps=4))
+    record = EvalRecord.model_validate_json(store.get(store.list("evals")[-1]))
+    failed = {"version": 4, "accuracy": 0.0, "low": None, "high": None, "errors": 8}
+    put_record(store, eval_key(4), record.model_copy(update=failed))
+    report = write_report(store, decode=decode)
+    assert report["eval_last"] is None
+    assert "nothing" not in store.get(REPORT_HTML_KEY).decode()[:100]
+    facts = collect(store)
+    assert all(record.version != 4 for record, _ in figures._accuracies(facts.evals.values()))
+
+
+def test_figures_of_a_run_whose_rows_are_not_kept_are_those_of_all_steps():
+    store = MemoryStore()
+    run = write_run(store, Shape(steps=8))
+    whole = write_report(store, decode=decode)
+    config = {**run.config, "store": {**run.config["store"], "keep_rows": 2}}
+    put_record(store, RUN_KEY, run.model_copy(update={"config": config}))
+    store.delete([key for key in store.list("batches") if int(key.split("/")[1].split(".")[0]) <= 6])
+    report = write_report(store, decode=decode)
+    assert report["steps_with_rows"] == 2
+    for name in ("samples", "rollouts_per_second", "reward_first", "reward_last"):
+        assert report[name] == pytest.approx(whole[name]), name
+    assert "those of the 2 steps whose rows are kept" in store.get(REPORT_HTML_KEY).decode()
+
+
 def test_different_rewards_in_one_step_are_not_equal_rewards():
     store = MemoryStore()
     write_run(store)
