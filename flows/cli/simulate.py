@@ -18,10 +18,10 @@ def simulate(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="[RUN|PRESET|FILE.toml]",
+            metavar="RUN|PRESET|FILE.toml",
             help="A recorded run (id under the root, `latest`, path or URL), or a configuration.",
         ),
-    ] = "",
+    ],
     overrides: Overrides = None,
     root: Root = "",
     sweeps: Annotated[
@@ -55,9 +55,6 @@ def simulate(
         bool,
         typer.Option("--calibrate", help="Measure this machine with short runs of the configuration first."),
     ] = False,
-    paper: Annotated[
-        bool, typer.Option("--paper", help="The case study of arXiv:2509.19128, appendix A, beside its figures.")
-    ] = False,
     as_json: Json = False,
 ) -> None:
     """Predict throughput, lag, bottleneck and memory of a run without running anything.
@@ -76,23 +73,16 @@ def simulate(
     - `pipelinerl simulate latest --turns 4 --tool-seconds 2`
     - `pipelinerl simulate latest placement.actors=3 --actor-speeds 1,1,0.5`
     - `pipelinerl simulate math-7b-16gpu --preemptions actors=3600,trainer=14400,away=300`
-    - `pipelinerl simulate --paper`
     """
     from pipelinerl_core.config.arm import parse_grid
     from pipelinerl_core.errors import ConfigError
     from pipelinerl_core.planning import what_if
-    from pipelinerl_core.planning.case_study import case_study, case_study_lines
     from pipelinerl_core.planning.preemptions import predict_goodput
 
-    if paper == bool(source):
-        raise ConfigError("simulate needs a recorded run, for example `latest`, or a configuration, or --paper")
     if preemptions and sweeps:
         raise ConfigError("--preemptions is not possible with --sweep. Give one of them")
     if (write or figure) and not sweeps:
         raise ConfigError("--write and --figure need --sweep KEY=V1,V2")
-    if paper:
-        answer(case_study(), case_study_lines(case_study()), as_json=as_json)
-        return
     changes = overrides or []
     keys = parse_grid(sweeps or [])
     recorded, chosen, config = _source(source, changes, root, calibrate=calibrate)

@@ -143,12 +143,6 @@ def test_sweep_refuses_bad_input_with_one_line(refused):
     assert "--deployment needs a Prefect server" in refused("sweep", "quickstart", "seed=0,1", "--deployment", "a/b")
 
 
-def test_simulate_paper_is_one_document_with_the_published_figures(refused):
-    document = json.loads(pipelinerl("simulate", "--paper", "--json").stdout)
-    assert document["results"]["ratio"] == pytest.approx(document["published"]["ratio"], abs=0.01)
-    assert "--paper" in refused("simulate")
-
-
 def test_simulate_refuses_bad_input_with_one_line(tmp_path, refused):
     (tmp_path / "lengths.json").write_text("[]")
     preset = ("simulate", "math-7b-16gpu")
