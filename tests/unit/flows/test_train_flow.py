@@ -40,6 +40,9 @@ class RunRoles:
         self.is_stopped = False
         RunRoles.newest = self
 
+    def wait_for_machine(self) -> bool:
+        return False
+
     def start(self, name: str) -> None:
         self.started.append(name)
 
