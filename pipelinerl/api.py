@@ -211,13 +211,13 @@ class Run:
         """
         import pyarrow as pa
 
-        from pipelinerl_core.data.compaction import removable_through
+        from pipelinerl_core.data.compaction import removed_through
         from pipelinerl_core.data.schema import BATCH_SCHEMA
         from pipelinerl_core.data.trained import TrainedRows
 
         commits = read_commits(self._store)
         trained = TrainedRows(self._store)
-        removed = removable_through(self._store, self.config.store.keep_rows) if steps is None else -1
+        removed = removed_through(self._store, self.config.store.keep_rows) if steps is None else -1
         batches = []
         for step in _steps(steps, commits):
             try:

@@ -416,6 +416,8 @@ class RunRoles:
             for name in self._members:
                 if self.has_ended(name) and name != EVALUATOR:
                     raise RoleFailed(f"{name}: ended while waiting for {condition_name}")
+            if self.wait_for_machine():
+                deadline = time.monotonic() + seconds
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"{condition_name}: not there after {seconds:.0f} s. See the logs of the roles"

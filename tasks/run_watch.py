@@ -264,7 +264,7 @@ class RunWatch:
         if reward is not None and is_reached and not config.other_term and not wants_drain(self._run.store):
             logger.warning("the run drains: its rewards are all equal (trainer.equal_reward_steps=%d)", limit)
             ask_to_drain(self._run.store, by=f"trainer.equal_reward_steps={config.trainer.equal_reward_steps}")
-        if reward is None or self._has_warned:
+        if reward is None or config.other_term or self._has_warned:
             return
         self._has_warned = True
         document = config.model_dump(mode="json")

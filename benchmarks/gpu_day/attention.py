@@ -38,11 +38,13 @@ def main() -> int:
     parser.add_argument("--size", choices=[*SIZES], default="0.5b")
     parser.add_argument("--tokens", type=int, default=4096, help="of a pack")
     options = parser.parse_args()
-    rows = [
-        measure(options.size, kind, device=device_name(), dtype=options.dtype, pack_tokens=options.tokens)
-        for kind in KINDS
-    ]
-    return emit(rows, problems=problems_of(rows, MEAN_OFF[options.dtype]))
+    rows: list[dict[str, Any]] = []
+    for kind in KINDS:
+        rows.append(
+            measure(options.size, kind, device=device_name(), dtype=options.dtype, pack_tokens=options.tokens)
+        )
+        code = emit(rows, problems=problems_of(rows, MEAN_OFF[options.dtype]))
+    return code
 
 
 def measure(size: str, kind: AttentionKind, *, device: str, dtype: str, pack_tokens: int) -> dict[str, Any]:

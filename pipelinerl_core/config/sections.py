@@ -69,8 +69,8 @@ class WeightsConfig(Section):
     """Publish the weights of every k-th step; versions keep their step numbers. Raise if swaps cost too much time;
     raises the lag."""
     durable_every: int = Field(1, ge=1)
-    """Store every k-th version (or the next published version) in the object store; with weights.publish_every above
-    1, all. Raise to write less."""
+    """Store every k-th version (or the next published version) in the object store; with weights.publish_every or
+    schedule.steps_per_phase above 1, all. Raise to write less."""
     keep: int = Field(20, ge=0)
     """Number of stored versions that stay in the object store, newest first, beside the first and the last version;
     0: all versions. Versions stored with a checkpoint do not count against the versions of durable_every. Raise to

@@ -17,6 +17,7 @@ later call tries again.
 
 import io
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 
@@ -226,7 +227,8 @@ def _write(store: ObjectStore, commits: Sequence[Commit], segments: "_Segments")
         sink, SCHEMA, compression="zstd", use_dictionary=_REPEATED, write_page_checksum=True
     ) as writer:
         for commit in commits:
-            rows = pa.Table.from_batches([*_trained(store, commit), *segments.untrained(commit)], SCHEMA)
+            trained = [*_trained(store, commit)]
+            rows = pa.Table.from_batches([*trained, *segments.untrained(commit, _short_groups(trained))], SCHEMA)
             num_rows += len(rows)
             if len(rows):
                 writer.write_table(rows, row_group_size=len(rows))
@@ -245,6 +247,17 @@ def _trained(store: ObjectStore, commit: Commit) -> Iterator[pa.RecordBatch]:
     for entry in commit.batches:
         for batch in from_segment(read_verified(store, entry.name, entry), entry.name):
             yield _as_rows(conform(batch, BATCH_SCHEMA), commit.step, "trained")
+
+
+def _short_groups(trained: Sequence[pa.RecordBatch]) -> set[int]:
+    """The trained groups with fewer rows than rollouts: the others have no reward."""
+    sizes: dict[int, int] = {}
+    numbers: Counter[int] = Counter()
+    for batch in trained:
+        groups = batch["group_id"].to_pylist()
+        numbers.update(groups)
+        sizes |= dict(zip(groups, batch["group_size"].to_pylist(), strict=True))
+    return {group_id for group_id, size in sizes.items() if numbers[group_id] < size}
 
 
 def _as_rows(batch: pa.RecordBatch, step: int, fate: str) -> pa.RecordBatch:
@@ -274,14 +287,13 @@ class _Segments:
             self._groups_in[name] = {(ref.group_id, ref.attempt) for ref in refs}
             self._segment_of |= {(ref.group_id, ref.attempt): name for ref in refs}
 
-    def untrained(self, commit: Commit) -> Iterator[pa.RecordBatch]:
+    def untrained(self, commit: Commit, short: Set[int]) -> Iterator[pa.RecordBatch]:
         """The rows that the commit decided and did not train, as far as they are in segments: those of groups with
-        another fate, and the rollouts of trained groups that have no reward, with the fate failed."""
-        has_errors = commit.metrics.get("rollouts/error_fraction", 0.0) > 0
+        another fate, and the rollouts of `short` trained groups that have no reward, with the fate failed."""
         for fate in commit.fates:
             name = self._segment_of.get((fate.group_id, fate.attempt))
             is_trained = fate.fate == "trained"
-            if name is None or (is_trained and not has_errors):
+            if name is None or (is_trained and fate.group_id not in short):
                 continue
             batch = conform(self._reader.read_group(*name, fate.group_id, fate.attempt), ROLLOUT_SCHEMA)
             if is_trained:

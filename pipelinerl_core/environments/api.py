@@ -104,9 +104,10 @@ class Ask:
             raise self._misused("ask was called while an earlier call waits for its reply. Await each call")
         if self.problem:
             raise AskError("ask was called after an error of ask")
+        messages, tools = list(messages), list(tools)
         history = [self._text(message, f"messages[{index}]") for index, message in enumerate(messages)]
         num_known, after = self._known_messages(history)
-        new, tools_text = _json_list(list(messages)[num_known:]), self._tools_text(tools)
+        new, tools_text = _json_list(messages[num_known:]), self._tools_text(tools)
         if self._is_spent:
             raise BudgetSpent
         self._is_waiting = True

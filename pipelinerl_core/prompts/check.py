@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from pipelinerl_core.check_process import run_check
 from pipelinerl_core.config import RunConfig
@@ -120,7 +121,7 @@ def _end_lines(directory: Path, tokenizer: Any) -> list[str]:
     """A line if the model does not stop at the token with which the chat template ends its turns."""
     try:
         end = ChatTurns(tokenizer, chat_template=True).turn_end
-    except EnvironmentFailed:  # a template without such a token
+    except (EnvironmentFailed, TemplateError):  # a template without such a token, or for other conversations
         return []
     known = end_tokens_of(directory)
     if tokenizer.convert_tokens_to_ids(end) in (known if isinstance(known, list) else [known]):

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelinerl_core.data.codec import decode_batch, decode_rollouts, from_segment
-from pipelinerl_core.data.compaction import list_rollouts, read_rollouts, removable_through
+from pipelinerl_core.data.compaction import list_rollouts, read_rollouts, removed_through
 from pipelinerl_core.data.schema import ROLLOUT_SCHEMA, conform
 from pipelinerl_core.data.trained import TrainedRows
 from pipelinerl_core.errors import ConfigError, MissingObject, PipelineRLError, SchemaMismatch
@@ -197,7 +197,7 @@ class TracedRun:
             try:
                 batches = self.trained_rows.batches(commit)
             except MissingObject:
-                if commit.step > removable_through(self.store, self.keep_rows):
+                if commit.step > removed_through(self.store, self.keep_rows):
                     raise
                 batches = []
             self._of_step[commit.step] = [

@@ -95,8 +95,8 @@ class ScoringChild(SupervisedChild[_Scoring]):
         self._num_lost += 1
         if self._num_lost & (self._num_lost - 1) == 0:  # the 1st, 2nd, 4th, 8th
             logger.warning(
-                "%s: %d scorings without a result so far, which have the reward %g; the newest: %s",
-                self._title, self._num_lost, self._spec.timeout_reward,
+                "%s: %d scorings without a result so far, which have a reward all the same; the newest: %s",
+                self._title, self._num_lost,
                 f"none within reward.timeout_seconds={self._spec.timeout_seconds}"
                 if cause == TIMEOUT else "the evaluating process died",
             )  # fmt: skip

@@ -56,6 +56,7 @@ def build_scorer(
         name=name,
         function=function,
         timeout_seconds=config.reward.timeout_seconds,
+        timeout_reward=config.reward.timeout_reward,
         memory_bytes=memory_bytes,
         prepare=_options(config, tasks) or None,
         is_sealed=config.reward.isolation == "auto",

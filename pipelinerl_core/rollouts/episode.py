@@ -40,7 +40,7 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import EngineError, EnvironmentFailed, EnvironmentTimeout, RewardError
 from pipelinerl_core.interfaces import ChatCodec, Engine, Environments
 from pipelinerl_core.rollouts.group_scoring import GroupScoring
-from pipelinerl_core.rollouts.player import EpisodeCounts, Sample, Sampled
+from pipelinerl_core.rollouts.player import NO_PROMPT, EpisodeCounts, Sample, Sampled
 from pipelinerl_core.rollouts.progress import Progress
 from pipelinerl_core.rollouts.task_columns import task_text
 from pipelinerl_core.types import (
@@ -60,9 +60,6 @@ from pipelinerl_core.types import (
 )
 
 logger = logging.getLogger(__name__)
-
-_NO_PROMPT = np.zeros(1, np.int32)
-"""The prompt of an episode that failed before its first turn: a row needs at least one token."""
 
 
 def turn_seed(seed: int, turn: int) -> int:
@@ -184,7 +181,7 @@ class Episode:
     def _is_logged(self, index: int, given: Int32Array, *, is_branch: bool) -> bool:
         """Whether the log has the same tokens before turn `index`."""
         if index == 0:
-            return np.array_equal(given, self._prompt if self._prompt is not None else _NO_PROMPT)
+            return np.array_equal(given, self._prompt if self._prompt is not None else NO_PROMPT)
         before, turn = self._turns[index - 1].end, self._turns[index]
         was_branch = turn.context != self._turns[index - 1].context
         return was_branch == is_branch and np.array_equal(
@@ -267,7 +264,7 @@ class Episode:
     @property
     def prompt_token_ids(self) -> Int32Array:
         """[P] tokens of the first messages; one token 0 if the episode failed before its first turn."""
-        return self._prompt if self._prompt is not None else _NO_PROMPT
+        return self._prompt if self._prompt is not None else NO_PROMPT
 
     @property
     def finish_reason(self) -> FinishReason:

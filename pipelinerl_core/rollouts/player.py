@@ -55,6 +55,8 @@ class Sampled:
     """What the environment says of its task (Rollout.task); empty: the row of the prompt is the task."""
 
 
+NO_PROMPT = np.zeros(1, np.int32)
+"""Tokens of a prompt without tokens, because a row has at least one."""
 PROMPT_ERROR = "prompt: "
 """Start of the error of a rollout whose prompt cannot be used: it cannot be encoded, or is too long."""
 Sample = Callable[[int, str, Sampler, Progress], Awaitable[Sampled]]
@@ -102,11 +104,12 @@ class SingleTurns:
         self._codec = codec
 
     def begin(self, prompt: Prompt, size: int) -> Sample:
-        problem = ""
         try:
-            prompt_token_ids = self._codec.encode(prompt)
+            encoded = self._codec.encode(prompt)
+            problem = "" if len(encoded) else "it has no tokens"
         except ConfigError as error:  # of this prompt: the others can be used
-            prompt_token_ids, problem = np.empty(0, np.int32), str(error)
+            encoded, problem = NO_PROMPT, str(error)
+        prompt_token_ids = encoded if len(encoded) else NO_PROMPT
 
         async def sample(index: int, request_id: str, sampler: Sampler, progress: Progress) -> Sampled:
             request = EngineRequest(
@@ -118,13 +121,15 @@ class SingleTurns:
             )
             completion, error, finished_at = _empty_completion(), None, time.time()
             try:
+                if problem:
+                    raise PromptRefused(problem)
                 completion = await self._complete(request, progress)
                 finished_at = time.time()
                 if progress.outcome is None:
                     text = self._codec.decode(completion.token_ids)
                     progress.score(await self._scorer.score(prompt, text, completion))
             except PromptRefused as failure:
-                finished_at, error = time.time(), f"{PROMPT_ERROR}{problem or failure}"
+                finished_at, error = time.time(), f"{PROMPT_ERROR}{failure}"
             except EngineError as failure:
                 finished_at, error = time.time(), f"engine: {failure}"
             except RewardError as failure:

@@ -55,7 +55,9 @@ HTTP_SECONDS = 5.0
 PROMPTS_SECONDS = 1800.0
 """Limit of the prompts check, which may download a data set and reads all its rows."""
 REWARD_SECONDS = 180.0
-"""Limit of the start of a process with a user's code, which may import large libraries and reads the prompts."""
+"""Limit of the start of a process with a user's code, which may import large libraries."""
+MODEL_SECONDS = 120.0
+"""Limit of the check of a model's architecture."""
 _QUIET_SECONDS = 15.0
 """A check that takes longer is named in the log."""
 PREPARE_SECONDS = 900.0
@@ -184,7 +186,7 @@ def started_loading(config: RunConfig) -> Iterator[Callable[[], list[str]]]:
         yield list
         return
     given = config.model_dump(mode="json")
-    with _started("model.path", "pipelinerl_core.tools.check_model", given, PROMPTS_SECONDS) as wait:
+    with _started("model.path", "pipelinerl_core.tools.check_model", given, MODEL_SECONDS) as wait:
         yield wait
 
 
@@ -304,7 +306,7 @@ def check_objective(config: RunConfig, run: RunContext | None = None) -> None:
 def _check_part(config: RunConfig, name: str, run: RunContext | None) -> list[str]:
     """`check_reward` for one part of a mixture, or for a run without a mixture (name "")."""
     if config.environment.path:
-        seconds = REWARD_SECONDS + 2 * config.environment.call_seconds
+        seconds = REWARD_SECONDS + PROMPTS_SECONDS + 2 * config.environment.call_seconds
         warnings = _check_in_child(
             f"environment.path={config.environment.path}",
             "pipelinerl_core.tools.check_environment",
@@ -315,7 +317,7 @@ def _check_part(config: RunConfig, name: str, run: RunContext | None) -> list[st
             return warnings
     if not config.reward.function:
         return []
-    seconds = REWARD_SECONDS + 2 * config.reward.timeout_seconds
+    seconds = REWARD_SECONDS + PROMPTS_SECONDS + 2 * config.reward.timeout_seconds
     return _check_in_child(
         f"reward.function={config.reward.function}",
         "pipelinerl_core.tools.check_reward",

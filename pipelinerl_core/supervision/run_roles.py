@@ -49,7 +49,9 @@ def evaluate(run: RunContext, version: str, stop: Event, enough: float | None = 
         raise ConfigError(f"{run.run_id} has no held-out prompts to evaluate on: eval.num_prompts=0")
     steps = [] if version in (ALL, DUE, SCHEDULED) else [commit.step for commit in find_commits(run, version)]
     name = "evaluator-all" if names_several(version) else f"evaluator-{version}"
-    arguments = {"version": version} | ({} if enough is None else {"enough": str(enough)})
+    # Of a live run, `last` is another version by the time that the evaluator starts.
+    named = str(steps[0]) if steps and not names_several(version) else version
+    arguments = {"version": named} | ({} if enough is None else {"enough": str(enough)})
     report = supervise(run, "evaluator", name, arguments, stop)
     if report.stopped:
         return None

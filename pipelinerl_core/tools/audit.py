@@ -37,7 +37,7 @@ from pipelinerl_core.roles.runtime.process import RUN, run_main
 from pipelinerl_core.run.commits import Commits, read_all_commits, read_commits
 from pipelinerl_core.run.compacted import list_commits
 from pipelinerl_core.run.context import open_run
-from pipelinerl_core.run.history import lost_commits
+from pipelinerl_core.run.history import counted_commit_keys, lost_commits
 from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import (
     MANIFEST_FILE,
@@ -94,6 +94,8 @@ class Audit:
         self.num_removed_steps = 0
         self._removed_through = -1
         """The last step whose rows `store.keep_rows` may have removed."""
+        self._last_without_rows = -1
+        """The last step whose rows it has removed."""
         self._samples: float | None = None
         """Rows trained until the last commit that was read, where the commit says."""
         self._counts_all_rows = True
@@ -118,9 +120,9 @@ class Audit:
                 self._check_commit(step, last)
         if last is not None:
             self._check_groups(last)
-        self._check_newest_weights(max(keys, default=-1))
+        self._check_newest_weights()
         if self._names_checkpoint:
-            self._check_checkpoints(keys)
+            self._check_checkpoints()
         self._check_quarantined()
         self._check_segments()
         return self
@@ -290,6 +292,7 @@ class Audit:
                 self._removed_through = removed_through(self._store, self._config.store.keep_rows)
             if commit.step <= self._removed_through:
                 self.num_removed_steps += 1
+                self._last_without_rows = max(self._last_without_rows, commit.step)
                 return None
             self._problem(str(error))
         except (ChecksumMismatch, SchemaMismatch, BrokenRecord) as error:
@@ -317,36 +320,39 @@ class Audit:
             key = f"{manifest.key}/{entry.name}"
             self._durable_weights[step] = self._file(key, entry)[1]
 
-    def _check_newest_weights(self, newest_step: int) -> None:
+    def _check_newest_weights(self) -> None:
         """Damaged newest weights fail the audit; a replay can compute older weights again.
 
         Versions that the run does not retain (`weights.keep`) may be missing.
         """
-        # A trainer may have stored further versions, which no commit names, and then keeps fewer of these.
-        kept = retained(self._config, {*self._durable_weights, *stored_versions(self._store, newest_step)})
+        # A trainer may have stored further versions, which no commit names, and then keeps fewer of these. Versions
+        # of steps that were given up do not count. A live run has made more commits since the audit began.
+        stored = stored_versions(self._store)
+        newest_step = max(counted_commit_keys(self._store), default=-1)
+        kept = retained(self._config, {*self._durable_weights, *(step for step in stored if step <= newest_step)})
         *older, newest = [error for step, error in self._durable_weights.items() if step in kept] or [""]
         self.damaged += filter(None, older)
         if newest:
             self._problem(newest)
 
-    def _check_checkpoints(self, commits: Mapping[int, str]) -> None:
+    def _check_checkpoints(self) -> None:
         """Without an intact checkpoint after which all rows are there, the run can be neither resumed nor replayed.
 
         A live run may remove a checkpoint during the check: then there is a newer one.
         """
         wrong: list[str] = []
         for _ in range(2):
-            wrong = []
+            wrong, commits = [], counted_commit_keys(self._store)
             references = [
                 reference
                 for reference in complete_checkpoints(list_keys(self._store, "checkpoints"))
                 if commits.get(reference.step) == commit_key(reference.step, reference.epoch)
             ]
             intact = [reference.step for reference in references if self._is_intact(reference, wrong)]
-            if any(step >= self._removed_through for step in intact):
+            if any(step >= self._last_without_rows for step in intact):
                 self.damaged += wrong
                 return
-        where = f" at or after step {self._removed_through}" if self._removed_through >= 0 else ""
+        where = f" at or after step {self._last_without_rows}" if self._last_without_rows >= 0 else ""
         why = f": {wrong[0]}" if wrong else ""
         self._problem(f"no checkpoint{where} is intact, so the run can be neither resumed nor replayed{why}")
 

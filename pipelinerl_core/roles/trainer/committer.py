@@ -21,9 +21,9 @@ from pipelinerl_core.messages import ActorSample, Committed, LedgerSnapshot, Ref
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.trainer.broadcasting import BroadcastPublisher
 from pipelinerl_core.run.compaction import compact_commits, is_due
-from pipelinerl_core.run.history import counted_commit_keys, write_commit
+from pipelinerl_core.run.history import write_commit
 from pipelinerl_core.run.reading import list_keys
-from pipelinerl_core.run.records import CheckpointRef, Commit, EpochRecord, RescoredActor
+from pipelinerl_core.run.records import CheckpointRef, Commit, EpochRecord, RescoredActor, commit_key
 from pipelinerl_core.run.versions import remove_weights, weights_to_remove
 from pipelinerl_core.types import FileEntry, WeightManifest
 from pipelinerl_core.weights.checkpoint import prune_checkpoints, save_checkpoint
@@ -94,6 +94,8 @@ class Committer:
         self._compacting = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compact")
         self._checkpoint: CheckpointRef | None = None
         self.newest: Commit | None = None
+        self.counted: dict[int, str] = {}
+        """Step -> key of its commit; the trainer adds those that it adopts."""
         self.checkpoint_seconds = 0.0
         """Duration of writing the newest checkpoint."""
 
@@ -181,7 +183,7 @@ class Committer:
             self._prune_checkpoints()
 
     def _prune_checkpoints(self) -> None:
-        prune_checkpoints(self._store, counted_commit_keys(self._store), keep=_KEPT_CHECKPOINTS)
+        prune_checkpoints(self._store, self.counted, keep=_KEPT_CHECKPOINTS)
 
     def close(self) -> None:
         """Stop the thread; queued steps are not committed."""
@@ -249,6 +251,7 @@ class Committer:
         )
         write_commit(self._store, self._epoch, commit)
         self.newest = commit
+        self.counted[step] = commit_key(step, self._epoch.epoch)
         self._announce(commit, is_last=is_last)
         if self._broadcasts is not None and manifest is not None and manifest.is_broadcast:
             self._announce_again(self._broadcasts.deliver)

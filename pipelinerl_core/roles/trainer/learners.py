@@ -259,8 +259,9 @@ def _require_equal(ranks: Ranks, models: Mapping[str, Any]) -> None:
 
 def _checksum(parameter: torch.Tensor) -> torch.Tensor:
     """A number of the bits of a tensor; sums of integers do not depend on their order."""
-    bits = torch.int16 if parameter.element_size() == 2 else torch.int32
-    return parameter.detach().view(bits).sum(dtype=torch.int64)
+    bits = parameter.detach().view(torch.int16 if parameter.element_size() == 2 else torch.int32).flatten()
+    # In parts, because torch converts a part to int64 before it adds.
+    return torch.stack([part.sum(dtype=torch.int64) for part in torch.split(bits, 1 << 24)]).sum()
 
 
 def _adapter_note(config: RunConfig, path: Path, model: object, ranks: Ranks) -> AdapterNote:

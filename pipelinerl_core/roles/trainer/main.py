@@ -171,6 +171,7 @@ class Trainer:
             logger.warning("the drain writes no checkpoint, so the next start trains some steps again: %s", error)
 
     def _adopt(self, commits: dict[int, str]) -> None:
+        self._committer.counted.update(commits)
         commit = adopt(self._store, self._learner, commits, self._config, self._watch.replayed)
         self._committer.adopt(commit)
         weights = self._committer.snapshot(self._learner)

@@ -6,6 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pipelinerl_core.data.checks import check_groups
+from pipelinerl_core.data.codec import encode_rollouts
 from pipelinerl_core.data.partials import join_rows
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.errors import ConfigError, RewardError
@@ -24,6 +26,7 @@ from pipelinerl_core.types import (
     WeightSpan,
 )
 from tests.models import tiny_model
+from tests.rollout_rows import group_ref
 
 PROMPT = Prompt(prompt_id="p", source="sums", env="sums", text="1+2=")
 CONFIG = load_config("quickstart", ["rollouts.group_size=3", "rollouts.max_tokens=24"])
@@ -124,7 +127,7 @@ def test_an_ended_rollout_without_a_reward_is_scored_and_not_sampled():
 
 @pytest.mark.parametrize(
     ("prompt_ids", "message"),
-    [(None, "cannot encode"), (list(range(1, 31)), "30 prompt tokens"), ([], "an empty prompt")],
+    [(None, "cannot encode"), (list(range(1, 31)), "30 prompt tokens"), ([], "no tokens")],
 )
 def test_a_prompt_that_cannot_be_used_is_an_error_of_its_rollouts(prompt_ids, message):
     def encode(prompt):
@@ -139,10 +142,12 @@ def test_a_prompt_that_cannot_be_used_is_an_error_of_its_rollouts(prompt_ids, me
         await engine.close()
         return rollouts
 
-    for rollout in asyncio.run(main()):
+    rollouts = asyncio.run(main())
+    for rollout in rollouts:
         assert rollout.outcome is Outcome.ERROR
         assert rollout.error.startswith("prompt: ")
         assert message in rollout.error
+    check_groups([group_ref(rollouts)], encode_rollouts("run", rollouts))  # a segment takes the rows
 
 
 def test_components_of_a_reward_are_in_the_rollout_and_in_the_log():
