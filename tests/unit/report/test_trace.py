@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pipelinerl_core.data import compaction
 from pipelinerl_core.data.codec import decode_batch, encode_rollouts, to_segment
 from pipelinerl_core.data.trained import TrainedRows
 from pipelinerl_core.errors import ConfigError, MissingObject
@@ -13,6 +14,7 @@ from pipelinerl_core.report.query.database import Database
 from pipelinerl_core.report.rollouts_page import rollout_page
 from pipelinerl_core.report.trace import TracedRun, parse_place, trace, trace_lines
 from pipelinerl_core.run.commits import read_commits
+from pipelinerl_core.run.compacted import CommitListing, StepRange, list_commits
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import MANIFEST_FILE, RUN_KEY, RunRecord, checkpoint_prefix, commit_key, rollout_key
 from pipelinerl_core.types import Origin
@@ -120,7 +122,7 @@ def test_groups_that_were_not_trained_are_read_from_their_segment(run, group, fa
     assert traced(run, f"{group}.0:3")["token"]["share"] is None
 
 
-def test_lost_rows_are_an_error_and_removed_rows_are_said_to_be_removed(run):
+def test_lost_rows_are_an_error_and_removed_rows_are_said_to_be_removed(run, monkeypatch):
     for entry in read_commits(run)[3].batches:
         run.delete([entry.name])
     for place in ("900", "v3"):
@@ -129,6 +131,10 @@ def test_lost_rows_are_an_error_and_removed_rows_are_said_to_be_removed(run):
     record = read_record(run, RUN_KEY, RunRecord)
     put_record(run, RUN_KEY, record.model_copy(update={"config": record.config | {"store": {"keep_rows": 1}}}))
     run.put(f"{checkpoint_prefix(5, TRAINER_EPOCH)}/{MANIFEST_FILE}", b"{}")
+    with pytest.raises(MissingObject, match="the rows of step 3"):  # whole files of compacted commits are removed
+        traced(run, "900")
+    files = [StepRange(0, 3, TRAINER_EPOCH)]
+    monkeypatch.setattr(compaction, "list_commits", lambda store: CommitListing(list_commits(store).originals, files))
     document = traced(run, "900")
     assert (document["group"]["fate"], document["rollouts"]) == ("trained", [])
     assert "its rows are not in the store" in "\n".join(trace_lines(document))
