@@ -54,10 +54,14 @@ class PlainLoop:
     def step(self, number: int) -> Batch:
         """Generate the rollouts of step 1, 2, ... and train on them."""
         config, size = self._task.config, self._task.config.trainer.groups_per_step
+        model = self._task.model
         batch = generate(self._task, [self._task.prompt((number - 1) * size + index) for index in range(size)])
+        if model.dtype == torch.bfloat16 and model.device.type == "cpu":
+            model.set_attn_implementation("eager")  # the backward pass of torch's kernel is slow there
         self._optimizer.param_groups[0]["lr"] = learning_rate(number, config.learner, config.trainer.steps)
         if backward(self._task, batch):
             self._update(config.learner.clip_norm)
+        model.set_attn_implementation("sdpa")
         return batch
 
     @torch.no_grad()
@@ -112,10 +116,12 @@ def backward(task: PeerTask, batch: Batch) -> bool:
     num_others = rewards_GN.shape[1] - 1
     advantage_B = (rewards_GN - (rewards_GN.sum(1, keepdim=True) - rewards_GN) / num_others).flatten()
     chosen = advantage_B.nonzero()[:, 0]
+    if not len(chosen):
+        return False
     for rows_L in torch.split(chosen, _MICRO_ROWS):
         loss = -(_logprobs(task, batch, rows_L) * advantage_B[rows_L, None])[batch.sampled_BC[rows_L]].sum()
         torch.autograd.backward(loss / batch.sampled_BC.sum())
-    return len(chosen) > 0
+    return True
 
 
 def _sample(task: PeerTask, prompts_GP: Tensor, mask_GP: Tensor, group_size: int) -> list[list[int]]:

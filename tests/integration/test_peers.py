@@ -67,6 +67,7 @@ def assert_equal_gradients(actual, expected):
 def test_the_sequential_peer_has_the_gradient_of_our_learner(tmp_path, prepared_model):
     task = open_small(tmp_path, prepared_model)
     batch = sequential.generate(task, [task.prompt(index) for index in range(8)])
+    assert not sequential.backward(task, replace(batch, rewards_B=torch.ones_like(batch.rewards_B)))
     assert sequential.backward(task, batch)
     rollouts = []
     for index, (ids, attention, sampled) in enumerate(
