@@ -57,6 +57,8 @@ WORKERS_SECONDS = 5.0
 """Deadline for the end of actors and trainer; the hub, which they need until then, is stopped afterwards."""
 STOP_SECONDS = 9.5
 """Deadline for the end of all roles, the hub included."""
+MACHINE_SECONDS = 86_400.0
+"""Time for which a run waits for workers, for example in the queue of a cluster."""
 _POLL_DEPLOYMENT_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 
@@ -282,6 +284,7 @@ class RunRoles:
         self._members: dict[str, Role] = {}
         self._changed = Event()
         self._is_pooled = run.config.placement.kind == "work_pools"
+        self._waiting_since: float | None = None
         self._is_fenced = False
         """A newer start of the run uses the flow runs of the deployments; this start must not cancel them."""
         self._has_evaluator_failed = False
@@ -303,12 +306,23 @@ class RunRoles:
         member.begin()
 
     def wait_for_machine(self) -> bool:
-        """Whether a flow run of the trainer, or those of all actors, wait for a worker."""
+        """Whether a flow run of the trainer waits for a worker, or every flow run of an actor does.
+
+        False after MACHINE_SECONDS of waiting, so that the deadlines of the caller end the wait.
+        """
         waiting = {
             name for name, member in self._members.items() if not member.is_running() and not member.has_ended()
         }
         actors = {name for name in self._members if name.startswith("actor-")}
-        return any(name.startswith(TRAINER) for name in waiting) or (bool(actors) and actors <= waiting)
+        if not any(name.startswith(TRAINER) for name in waiting) and not (actors and actors <= waiting):
+            self._waiting_since = None
+            return False
+        if self._waiting_since is None:
+            self._waiting_since = time.monotonic()
+            logger.warning(
+                "waiting at most %.0f h for workers: %s", MACHINE_SECONDS / 3600, ", ".join(sorted(waiting))
+            )
+        return time.monotonic() - self._waiting_since < MACHINE_SECONDS
 
     def evaluate(self, version: str, enough: float | None = None) -> None:
         """Evaluate `first`, `last` or `all` on this host and wait for the result; raises the error of a failed role.

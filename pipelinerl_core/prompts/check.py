@@ -121,9 +121,11 @@ def _end_lines(directory: Path, tokenizer: Any) -> list[str]:
     """A line if the model does not stop at the token with which the chat template ends its turns."""
     try:
         end = ChatTurns(tokenizer, chat_template=True).turn_end
+        known = end_tokens_of(directory)
     except (EnvironmentFailed, TemplateError):  # a template without such a token, or for other conversations
         return []
-    known = end_tokens_of(directory)
+    except ValueError:  # a file that is no JSON, which the check of the model's files names
+        return []
     if tokenizer.convert_tokens_to_ids(end) in (known if isinstance(known, list) else [known]):
         return []
     return [

@@ -140,9 +140,7 @@ def _summary(report: Mapping[str, Any]) -> str:
     if report["eval_first"] is not None and report["eval_last"] is not None:
         text += f", {held_out_name(report)} {report['eval_first']:.3f} &rarr; {report['eval_last']:.3f}"
     if 0 < report["steps_with_rows"] < report["steps"]:
-        text += (
-            f". Lengths, lags and rollouts are those of the {report['steps_with_rows']:,} steps whose rows are kept"
-        )
+        text += f". Lengths and lags are those of the {report['steps_with_rows']:,} steps whose rows are kept"
     return text + "."
 
 

@@ -265,7 +265,8 @@ def take_epoch(
 
     A trainer calls `take_over`. Raises Fenced if no number is free.
     """
-    # Listed twice: a hub that one wrong listing made the first would number its attempts as an earlier hub did.
+    # Listed twice: if the only listing lacked the earlier hubs, this hub would take itself for the first hub, and
+    # would number its attempts as the first hub did.
     keys = {*list_keys(store, "epochs"), *list_keys(store, "epochs")}
     epochs = [read_record(store, key, EpochRecord) for key in keys]
     parent = max((earlier.epoch for earlier in epochs if earlier.role == role and not earlier.is_claim), default=None)

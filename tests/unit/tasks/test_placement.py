@@ -192,9 +192,10 @@ def test_a_member_with_settings_from_before_a_resume_is_cancelled_and_replaced(s
     assert server.states[server.runs[0].id].type == StateType.CANCELLING
 
 
-def test_a_run_without_a_machine_for_its_trainer_or_all_actors_waits(server):
+def test_a_run_without_a_machine_for_its_trainer_or_all_actors_waits(server, monkeypatch):
     roles = object.__new__(RunRoles)
     roles._members = {"trainer": member(), "actor-0": member(), "actor-1": member()}
+    roles._waiting_since = None
     assert not roles.wait_for_machine()
     for names, waits in ((["actor-0"], False), (["actor-0", "actor-1"], True), (["trainer"], True)):
         for role in roles._members.values():
@@ -202,6 +203,8 @@ def test_a_run_without_a_machine_for_its_trainer_or_all_actors_waits(server):
         for name in names:
             roles._members[name]._state = Scheduled()
         assert roles.wait_for_machine() is waits
+    monkeypatch.setattr(placement, "MACHINE_SECONDS", 0.0)
+    assert not roles.wait_for_machine(), "the wait has an end"
 
 
 def test_after_stop_nothing_is_replaced(server):
