@@ -31,15 +31,7 @@ def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
     assert shape is not None
     groups = min(_MAX_GROUPS, shape.groups)
     heads = groups * max(1, shape.heads // shape.groups)
-    kept = {name: value for name, value in config.items() if name not in _LEFT_OUT}
-    first, other = 0, shape.layers - 1
-    if kinds := kept.get("layer_types"):  # layers of two kinds, if the model has two
-        other = next((number for number, kind in enumerate(kinds) if kind != kinds[first]), other)
-    per_layer = {
-        name: [value[first], value[other]]
-        for name, value in kept.items()
-        if isinstance(value, list) and len(value) == shape.layers > 1
-    }
+    kept = with_two_layers({name: value for name, value in config.items() if name not in _LEFT_OUT})
     sizes = {name: size for name, size in _SIZES.items() if kept.get(name)}
     positions = name_in(kept, "max_position_embeddings")
     if context := kept.get(positions):
@@ -47,12 +39,25 @@ def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
     head_dim = {"head_dim": _HEAD_DIM} if kept.get("head_dim") and "qk_rope_head_dim" not in kept else {}
     return {
         **kept,
-        **per_layer,
         **sizes,
         **head_dim,
         **({"num_key_value_heads": groups} if "num_key_value_heads" in kept else {}),
         name_in(kept, "intermediate_size"): _INNER,
         name_in(kept, "hidden_size"): heads * _HEAD_DIM,
-        name_in(kept, "num_hidden_layers"): _NUM_LAYERS,
         name_in(kept, "num_attention_heads"): heads,
     }
+
+
+def with_two_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with two layers, of two kinds if the model has two."""
+    layers = name_in(config, "num_hidden_layers")
+    count = config[layers]
+    first, other = 0, count - 1
+    if kinds := config.get("layer_types"):
+        other = next((number for number, kind in enumerate(kinds) if kind != kinds[first]), other)
+    per_layer = {
+        name: [value[first], value[other]]
+        for name, value in config.items()
+        if isinstance(value, list) and len(value) == count > 1
+    }
+    return {**config, **per_layer, layers: _NUM_LAYERS}

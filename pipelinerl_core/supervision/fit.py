@@ -292,10 +292,6 @@ def _state(config: RunConfig, shape: ModelShape) -> tuple[dict[str, float], floa
         offloaded, weights = offloaded + weights, 0.0
     parts = {"weights": weights, "reference": reference, "teacher": teacher, "gradients": gradients,
              "optimizer": optimizer}  # fmt: skip
-    # Each rank loads the whole model before DeepSpeed splits or offloads it.
-    loading = width * shape.num_parameters - weights - gradients - optimizer
-    if loading > 0:
-        parts["whole model at the start"] = loading
     return parts, offloaded
 
 

@@ -22,7 +22,7 @@ from pipelinerl_core.models.recipes import TINY_PREFIX, TinyModel
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.models.shapes import shape_of
 from pipelinerl_core.models.tiny import shrunk
-from pipelinerl_core.training.model import check_gradient, prepare_model
+from pipelinerl_core.training.model import check_gradient, prepare_model, with_biases
 from pipelinerl_core.training.model_files import check_model_files
 from pipelinerl_core.training.tiny_model import random_model
 
@@ -73,23 +73,13 @@ def problems(entries: Mapping[str, Any], engine: str) -> dict[str, str]:
     if shape_of(entries) is None:
         return {"loaded": "its config.json has not the sizes of a decoder with attention heads"}
     try:
-        model = _with_biases(random_model(_small(entries)).eval())
+        model = with_biases(random_model(_small(entries)).eval())
     except Exception as error:  # noqa: BLE001 - models of transformers raise any error
         return {"loaded": _line(error)}
     return {
         "trained": _problem(lambda: check_gradient(prepare_model(copy.deepcopy(model), "padded"))),
         "sampled": _problem(lambda: SUPPORT[engine](copy.deepcopy(model))),
     }
-
-
-@torch.no_grad()
-def _with_biases(model: Any) -> Any:
-    """The model with biases other than 0, with which transformers starts them: a bias that is left out is seen."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return model
 
 
 def _small(entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,13 +13,15 @@ Shapes: N = sampled tokens of a pack, C = completion tokens of a rollout.
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.run import RunConfig
@@ -52,11 +54,7 @@ class DeepSpeedLearner(BaseLearner):
         """
         super().__init__(model, config, ranks=ranks, **more)
         self._parameters = self._policy.trained()
-        self._deepspeed = load_deepspeed(self._device, ranks)
-        if ranks.size > 1:  # DeepSpeed would make this group with torch's own deadline of half an hour
-            self._deepspeed.utils.groups._WORLD_GROUP = dist.new_group(
-                timeout=timedelta(seconds=config.trainer.collective_seconds)
-            )
+        self._deepspeed = load_deepspeed(self._device, ranks, config.trainer.collective_seconds)
         self._stage = config.learner.zero_stage
         if self._stage == 3:  # the policy's forward uses the head's weight without a call of the head
             self._deepspeed.zero.register_external_parameter(self._policy, self._policy.head)
@@ -277,8 +275,27 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
     return settings
 
 
-def load_deepspeed(device: torch.device, ranks: Ranks) -> Any:
-    """The module `deepspeed`, set up for a device. Raises ConfigError if DeepSpeed is not installed.
+@contextmanager
+def divided_among(ranks: Ranks, config: RunConfig, device: torch.device) -> Iterator[None]:
+    """In this block transformers divides the weights of a model that it loads among the ranks (ZeRO 3).
+
+    Rank 0 reads the tensors and sends each to the other ranks, so that no rank has the whole model. The other ranks
+    read only names and shapes, from their own files.
+    """
+    load_deepspeed(device, ranks, config.trainer.collective_seconds)
+    # transformers keeps a weak reference to the settings
+    settings = HfDeepSpeedConfig(deepspeed_config(config))  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        del settings
+        unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]
+
+
+def load_deepspeed(device: torch.device, ranks: Ranks, seconds: float) -> Any:
+    """The module `deepspeed`, set up for a device; seconds: deadline of its collectives.
+
+    Raises ConfigError if DeepSpeed is not installed.
 
     On a CPU DeepSpeed would compile an extension for ranks that share memory; gloo needs no compiler.
     """
@@ -294,7 +311,15 @@ def load_deepspeed(device: torch.device, ranks: Ranks) -> Any:
         ) from None
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo" if device.type == "cpu" else "nccl")
+    if ranks.size > 1:  # DeepSpeed would make this group with torch's own deadline of half an hour
+        deepspeed.utils.groups._WORLD_GROUP = _group_of_all(dist.group.WORLD, seconds)
     return deepspeed
+
+
+@lru_cache(maxsize=1)
+def _group_of_all(world: Any, seconds: float) -> Any:
+    """The group of all ranks of the process group `world`, the same at each call."""
+    return dist.new_group(timeout=timedelta(seconds=seconds))
 
 
 def _step_device(adam: torch.optim.Optimizer, master: Tensor) -> torch.device:

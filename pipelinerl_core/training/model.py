@@ -1,8 +1,12 @@
 """Loading a decoder of transformers for training on packs.
 
+With DeepSpeed's ZeRO 3 the weights are divided among the ranks while transformers reads them. Each rank then has a
+part of each tensor (`own_part`), and the model can compute only inside of DeepSpeed's engine.
+
 Shapes: T = packed tokens, N = chosen tokens, C = hidden size, V = vocabulary.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -15,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipelinerl_core.algo.packed import PackedBatch, PackLayout, layout_of
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.tiny import with_two_layers
 from pipelinerl_core.training.attention import FLOAT32_ATTENTION, PACKED_ATTENTION
 from pipelinerl_core.training.attention_choice import AttentionKind, Heads, choose_attention
 from pipelinerl_core.training.model_files import check_tensors
@@ -46,30 +51,40 @@ def load_model(
     attention: AttentionKind = "auto",
     *,
     key: str = "model.path",
+    dividing: AbstractContextManager[None] | None = None,
 ) -> Any:
     """The causal language model in the directory that `key` names, on a device, ready for `hidden_states`.
 
     Dropout is always off (eval mode): the importance ratio compares two policies, and dropout would change the ratio
     at equal weights.
 
+    dividing: the block in which transformers divides the weights among the ranks (`divided_among`).
+
     Raises ConfigError if the directory has no model, if packs cannot reproduce what the model computes, or if the
     kind of attention does not work on the device.
     """
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"{key}={path}: no config.json there. Give the directory of a Hugging Face model")
+    # Onto a GPU without a copy in the host's memory, of which each rank would need one.
+    place = {"": device} if torch.device(device).type != "cpu" and dividing is None else None
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
-        )
+        with dividing or nullcontext():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=getattr(torch, dtype), device_map=place, local_files_only=True, output_loading_info=True
+            )
     except (EOFError, KeyError, ValueError, UnpicklingError) as error:  # damaged files; others may be transient
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{key}={path}: cannot be loaded: {type(error).__name__}: {reason}") from None
     model, info = loaded
     check_tensors(model, info, f"{key}={path}")
     for name, weights in model.named_parameters():
-        if not weights.detach().sum(dtype=torch.float32).isfinite():
+        if not own_part(weights).detach().sum(dtype=torch.float32).isfinite():
             raise ConfigError(f"{key}={path}: tensor {name} has values that are not finite. Take another model")
-    return prepare_model(model.to(device), attention)
+    compared = None
+    if any(map(is_divided, model.parameters())):
+        compared = _two_layers(model)
+        _restore_buffers(model, compared, f"{key}={path}")
+    return prepare_model(model.to(device), attention, compared)
 
 
 def load_reference(
@@ -90,11 +105,65 @@ def load_reference(
     return reference
 
 
-def prepare_model(model: Any, attention: AttentionKind = "auto") -> Any:
-    """Switch a transformers model to packed attention, in place. Raises ConfigError if log-probabilities change."""
+def is_divided(parameter: Any) -> bool:
+    """Whether DeepSpeed has divided a parameter among the ranks."""
+    return hasattr(parameter, "ds_tensor")
+
+
+def own_part(parameter: Any) -> Tensor:
+    """The values of a parameter that this rank has: all, or its part of a divided parameter."""
+    part: Tensor = parameter.ds_tensor if is_divided(parameter) else parameter
+    return part
+
+
+def whole_shape(parameter: Any) -> tuple[int, ...]:
+    """The shape of a parameter, also if it is divided among the ranks."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def prepare_model(model: Any, attention: AttentionKind = "auto", compared: Any = None) -> Any:
+    """Switch a transformers model to packed attention, in place. Raises ConfigError if log-probabilities change.
+
+    compared: the model that is computed to see this, instead of a model whose weights are divided among the ranks.
+    """
     model.eval()
     model.requires_grad_(True)
     model.config.use_cache = False
+    model.set_attn_implementation(_compared(model if compared is None else compared, attention))
+    return model
+
+
+def _two_layers(model: Any) -> Any:
+    """A model of the same kind and width with two layers and random weights."""
+    settings = type(model.config).from_dict(with_two_layers(model.config.to_dict()))
+    with torch.random.fork_rng(devices=[]), model.device:
+        return with_biases(type(model)._from_config(settings, dtype=model.dtype)).eval()
+
+
+def _restore_buffers(model: Any, exact: Any, where: str) -> None:
+    """Take buffers that no file has, for example the frequencies of positions, from another model of the same kind:
+    DeepSpeed rounds them to bfloat16 while it divides the weights. Raises ConfigError for another buffer."""
+    exact_buffers, stored = dict(exact.named_buffers()), model.state_dict()
+    for name, buffer in model.named_buffers():
+        if not buffer.is_floating_point() or name in stored:
+            continue
+        if name not in exact_buffers:
+            raise ConfigError(f"{where}: learner.zero_stage=3 would round {name}. Set learner.zero_stage=2")
+        buffer.data = exact_buffers[name].data.clone()
+
+
+@torch.no_grad()
+def with_biases(model: Any) -> Any:
+    """The model with biases other than 0, with which transformers starts them: a bias that is left out is seen."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
+    return model
+
+
+def _compared(model: Any, attention: AttentionKind) -> str:
+    """The kind of attention for a model, which it sets. Raises ConfigError as `prepare_model`."""
     model.set_attn_implementation("sdpa")
     expected = [_plain_logprobs(model, ids) for ids in _check_sequences(model)]
     sizes = model_dimensions(model)
@@ -113,8 +182,7 @@ def prepare_model(model: Any, attention: AttentionKind = "auto") -> Any:
             f"forward (at most {tolerance:g}); the model scales its logits, has a bias in its head, or attends in a "
             "way that is not supported. Take a decoder with causal attention and a plain linear head"
         )
-    model.set_attn_implementation(chosen)
-    return model
+    return chosen
 
 
 def check_gradient(model: Any) -> None:

@@ -14,7 +14,7 @@ from pipelinerl_core.algo.losses import LossSums, compute_loss, select
 from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.losses import LossConfig
 from pipelinerl_core.training.lora import trained_parameters
-from pipelinerl_core.training.model import head_weight, hidden_states
+from pipelinerl_core.training.model import head_weight, hidden_states, whole_shape
 
 VALUE_HEAD = "value_head."
 """Prefix of the names of the value head's parameters. Engines have no value head."""
@@ -71,7 +71,7 @@ class Policy(torch.nn.Module):
 
 def _value_head(model: Any, seed: int) -> torch.nn.Linear:
     with torch.random.fork_rng(devices=[]):  # torch's generator stays as it was
-        head = torch.nn.Linear(head_weight(model).shape[1], 1)
+        head = torch.nn.Linear(whole_shape(head_weight(model))[1], 1)
         torch.nn.init.normal_(head.weight, std=_VALUE_STD, generator=torch.Generator().manual_seed(seed))
     torch.nn.init.zeros_(head.bias)
     return head.to(device=model.device, dtype=model.dtype)

@@ -28,7 +28,7 @@ from pipelinerl_core.roles.trainer.rank_processes import RANK_STOP_SECONDS, Rank
 from pipelinerl_core.roles.trainer.ranked_learner import RankedLearner, RankLearner
 from pipelinerl_core.roles.trainer.rendezvous import announce_rendezvous, open_rendezvous, own_address, refusal_of
 from pipelinerl_core.run.records import RendezvousRecord
-from pipelinerl_core.training.deepspeed_learner import DeepSpeedLearner
+from pipelinerl_core.training.deepspeed_learner import DeepSpeedLearner, divided_among
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.lora import add_adapters, published_weights, share_frozen
 from pipelinerl_core.training.model import checkpoint_activations, load_model, load_reference
@@ -224,14 +224,17 @@ class _Loaded(NamedTuple):
 
 def _load(config: RunConfig, device: torch.device, ranks: Ranks) -> _Loaded:
     path = require_model(config.model.path)
-    model = load_model(Path(path), config.dtype, device, config.learner.attention)
+    is_divided = config.learner.zero_stage == 3
+    dividing = divided_among(ranks, config, device) if is_divided else None
+    model = load_model(Path(path), config.dtype, device, config.learner.attention, dividing=dividing)
     reference = _reference(config, path, model) if config.loss.kl_coefficient else None
     teacher = None
     if config.loss.teacher:
         teacher = load_reference(
             require_model(config.loss.teacher), model, config.learner.attention, key="loss.teacher"
         )
-    _require_equal(ranks, {"model.path": model, "loss.ref_model": reference, "loss.teacher": teacher})
+    own = None if is_divided else model  # rank 0 has read the weights of all ranks
+    _require_equal(ranks, {"model.path": own, "loss.ref_model": reference, "loss.teacher": teacher})
     if config.learner.lora_rank:
         add_adapters(model, config.learner, config.seed)
     if config.checkpoints_activations(device.type):
@@ -270,7 +273,7 @@ def _adapter_note(config: RunConfig, path: Path, model: object, ranks: Ranks) ->
     if ranks.rank == 0:  # other ranks publish nothing
         base = BaseWeights(path)
         weights = published_weights(model, config.learner.lora_scale)
-        base.check({weight.name: tuple(weight.base.shape) for weight in weights if weight.adapter is not None})
+        base.check({weight.name: weight.meta.shape for weight in weights if weight.adapter is not None})
         base_digest = base.digest
         base.close()
     return AdapterNote(scale=config.learner.lora_scale, dtype=config.model.dtype, base_digest=base_digest)
