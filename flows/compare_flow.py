@@ -20,7 +20,7 @@ from pydantic import Field
 from pipelinerl.flows.parameters import described
 from pipelinerl.flows.train_flow import Override, Overrides, Preset, Root, open_at, run_roles, train_opened
 from pipelinerl.tasks.notifications import MLFLOW_LABEL, REPORT_LABEL, URL_LABEL, label_flow_run
-from pipelinerl.tasks.outage import SERVER_SECONDS, server_answers
+from pipelinerl.tasks.outage import SERVER_SECONDS, await_store, crashed_by_outage, schedule_again, server_answers
 from pipelinerl.tasks.placement import RUN_THREAD, DeployedRole, LocalRole, Role, RunRoles, RunThread, request_stop
 from pipelinerl.tasks.report import show_comparison, write_comparison, write_reports
 from pipelinerl.tasks.run_watch import RunWatch
@@ -41,7 +41,7 @@ from pipelinerl_core.comparison.plan import (
 from pipelinerl_core.comparison.results import HTML_KEY, JSON_KEY, Results, RunsFailed
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.arm import Arm
-from pipelinerl_core.errors import ConfigError, DeadlineExceeded
+from pipelinerl_core.errors import ConfigError, DeadlineExceeded, PipelineRLError
 from pipelinerl_core.report.html import duration
 from pipelinerl_core.run.locate import root_url, run_url
 from pipelinerl_core.run.mlflow_run import closing
@@ -263,6 +263,7 @@ def _role_of(
     if wanted.deployment:
         return DeployedRole(wanted.deployment, parameters, "run", run.config.placement.max_restarts)
     server_answers(SERVER_SECONDS)  # otherwise one run after the other would fail during an outage
+    await_store(root_url(root))  # the same
     local = {**parameters, "is_checked": is_checked}
     return LocalRole(lambda stop: run_here.submit(run.run_id, local, RunThread(stop, wanted.limit == 1)), changed)
 
@@ -328,15 +329,37 @@ def compared_run(
     is_checked: Annotated[bool, Field(description="The caller has checked the configuration.")] = False,
 ) -> None:
     """One run of a comparison or a sweep, which starts it; the same parameters continue the run."""
-    if RUN_THREAD.get() is None:  # a flow run of its own, which may replace a flow run that only seemed to crash
+    is_own = RUN_THREAD.get() is None
+    if is_own:  # a flow run of its own, which may replace a flow run that only seemed to crash
+        await_store(run_url.rpartition("/")[0])
         await_earlier_start(run_url)
+    try:
+        _carry_out(run_url, config, labels, target, rewards, is_checked=is_checked)
+    except PipelineRLError as error:
+        crashed = crashed_by_outage(run_url, error)
+        if crashed is None:
+            raise
+        if is_own:
+            schedule_again(crashed)
+            raise
+        await_store(run_url.rpartition("/")[0])
+        _carry_out(run_url, config, labels, target, rewards, is_checked=is_checked)
+
+
+def _carry_out(
+    url: str,
+    config: RunConfig,
+    labels: Mapping[str, str],
+    target: float,
+    rewards: Sequence[float],
+    *,
+    is_checked: bool,
+) -> None:
     if not target:
-        train_opened(*open_at(run_url, config, labels, is_checked=is_checked))
+        train_opened(*open_at(url, config, labels, is_checked=is_checked))
     for enough_reward in rewards if target else ():
-        is_enough = train_to(run_url, config, labels, target, enough_reward, is_checked=is_checked)
-        if not is_enough or is_complete(
-            open_store(run_url), config, target
-        ):  # not enough: at the last step, or drained
+        is_enough = train_to(url, config, labels, target, enough_reward, is_checked=is_checked)
+        if not is_enough or is_complete(open_store(url), config, target):  # not enough: at the last step, or drained
             return
         get_run_logger().info("below the target at reward %.2f", enough_reward)
 

@@ -11,7 +11,7 @@ from uuid import UUID
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.exceptions import Pause
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 from prefect.states import Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
@@ -53,6 +53,7 @@ from pipelinerl_core.run.locate import (
     remove_shared_memory,
     root_url,
     run_url,
+    user_name,
 )
 from pipelinerl_core.run.mlflow_run import RunTracker, open_tracker
 from pipelinerl_core.run.records import RUN_KEY, eval_key
@@ -156,7 +157,7 @@ def train_run(
     try:
         return train_opened(run, tracker)
     except PipelineRLError as error:
-        crashed = crashed_by_outage(run, error)
+        crashed = crashed_by_outage(run.store.url, error)
         if crashed is None:
             raise
         schedule_again(crashed)
@@ -265,7 +266,8 @@ def open_at(
     label_flow_run({URL_LABEL: url, PAGE_LABEL: page_url(run.run_id), MLFLOW_LABEL: tracker.page})
     warn_of_changed_code(run)
     clear_earlier_drain_request(run.store, flow_run_id)
-    remember_latest(url, run.record.owner)
+    is_by_user = not is_new and not deployment.id  # `pipelinerl resume`, perhaps of another user's run
+    remember_latest(url, user_name() if is_by_user else run.record.owner)
     return replace(run, token=hub_token(run)), tracker
 
 

@@ -21,7 +21,6 @@ from prefect.states import AwaitingRetry, Crashed
 
 from pipelinerl.tasks.automations import OUTAGE_MESSAGE
 from pipelinerl_core.errors import DeadlineExceeded, PipelineRLError, StoreError, StoreUnavailable
-from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.locate import local_directory
 from pipelinerl_core.run.records import RUN_KEY
 from pipelinerl_core.storage.object_store import CHECK_SECONDS, open_store
@@ -38,13 +37,13 @@ _POLL_SECONDS = 15.0
 _POLL_SERVER_SECONDS = 1.0
 
 
-def crashed_by_outage(run: RunContext, error: PipelineRLError) -> State[Any] | None:
-    """The state Crashed if `error` ended the run because the store does not answer, else None."""
-    if not isinstance(error, StoreUnavailable) and _answers(run.store.url):
+def crashed_by_outage(url: str, error: PipelineRLError) -> State[Any] | None:
+    """The state Crashed if `error` ended the run at `url` because the store does not answer, else None."""
+    if not isinstance(error, StoreUnavailable) and _answers(url):
         return None
     return Crashed(
-        message=f"{OUTAGE_MESSAGE} ({run.store.url}). When the store is back, Retry or "
-        f"`pipelinerl resume {run.run_id}` continues the run. {error}"
+        message=f"{OUTAGE_MESSAGE} ({url}). When the store is back, Retry or "
+        f"`pipelinerl resume {url.rpartition('/')[2]}` continues the run. {error}"
     )
 
 

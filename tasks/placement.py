@@ -3,6 +3,7 @@
 The flows call RunRoles with names of roles and do not depend on where a role runs.
 """
 
+import hashlib
 import logging
 import math
 import os
@@ -289,7 +290,7 @@ class RunRoles:
         """A newer start of the run uses the flow runs of the deployments; this start must not cancel them."""
         self._has_evaluator_failed = False
         if self._is_pooled:
-            Secret(value=run.token).save(secret_name(run.run_id), overwrite=True)
+            Secret(value=run.token).save(secret_name(run.store.url), overwrite=True)
 
     def start(self, name: str) -> None:
         """Start `hub`, `trainer`, `evaluator` (beside training) or an actor. The hub runs on this host.
@@ -461,7 +462,7 @@ class RunRoles:
         for name in members:  # an error of a stopped role no longer counts
             del self._members[name]
         if self._is_pooled and not self._is_fenced:
-            name = secret_name(self._run.run_id)
+            name = secret_name(self._run.store.url)
             _quietly(f"could not delete the Secret block {name}", lambda: Secret.delete(name))
             self._is_pooled = False  # a second stop finds nothing to do
 
@@ -543,9 +544,10 @@ def name_flow_run(run_id: str, parameters: Mapping[str, str], tags: Sequence[str
         logger.warning("the flow run could not be named: %s", error)
 
 
-def secret_name(run_id: str) -> str:
-    """Name of the Prefect Secret block with the hub token of a run on work pools."""
-    return f"pipelinerl-{re.sub(r'[^a-z0-9-]', '-', run_id.lower())}"  # no other characters are allowed
+def secret_name(url: str) -> str:
+    """Name of the Prefect Secret block with the hub token of the run at a URL, on work pools."""
+    run_id = re.sub(r"[^a-z0-9-]", "-", url.rpartition("/")[2].lower())  # no other characters are allowed
+    return f"pipelinerl-{run_id}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
 
 
 def hub_token(run: RunContext) -> str:
@@ -556,18 +558,18 @@ def hub_token(run: RunContext) -> str:
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token and run.config.placement.kind == "work_pools":
         with suppress(ConfigError):
-            token = load_token(run.run_id)
+            token = load_token(run.store.url)
     return token or secrets.token_urlsafe(32)
 
 
-def load_token(run_id: str) -> str:
-    """The hub token in the Secret block of a run. Raises ConfigError if there is no such block."""
+def load_token(url: str) -> str:
+    """The hub token in the Secret block of the run at a URL. Raises ConfigError if there is no such block."""
     try:
-        block = Secret.load(secret_name(run_id))
+        block = Secret.load(secret_name(url))
     except ValueError as error:
         raise ConfigError(
-            f"no Prefect Secret block {secret_name(run_id)}: the train flow of the run must be running ({error})"
+            f"no Prefect Secret block {secret_name(url)}: the train flow of the run must be running ({error})"
         ) from None
     if not isinstance(block, Secret):
-        raise PipelineRLError(f"the Prefect block {secret_name(run_id)} is not a Secret block")
+        raise PipelineRLError(f"the Prefect block {secret_name(url)} is not a Secret block")
     return str(block.get())

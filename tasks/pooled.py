@@ -33,7 +33,7 @@ def run_pooled(run_url: str, name: str) -> State[Any] | None:
     reads the state of the flow run and stops the role, because a second trainer would fence its replacement.
     """
     run = open_run(run_url)
-    roles = RunRoles(replace(run, token=load_token(run.run_id), config=_on_this_host(run.config)))
+    roles = RunRoles(replace(run, token=load_token(run.store.url), config=_on_this_host(run.config)))
     checked_at, end = time.monotonic(), None
     try:
         roles.start(name)
@@ -43,7 +43,7 @@ def run_pooled(run_url: str, name: str) -> State[Any] | None:
                 end = _state_on_server()
                 checked_at = time.monotonic()
     except StoreUnavailable as error:  # the train flow replaces a crashed flow run
-        end = crashed_by_outage(run, error)
+        end = crashed_by_outage(run.store.url, error)
     finally:
         try:
             roles.stop()

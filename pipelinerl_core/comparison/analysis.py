@@ -52,6 +52,8 @@ class ComparedRun:
     """Version -> held-out accuracy."""
     report: Mapping[str, Any]
     """report.json."""
+    trained_to: int = 0
+    """The newest step; greater than the last of `commits` if the run was trained further since."""
     best: int | None = None
     """The version of `best_version`; None: that with the highest accuracy, for evaluations without intervals."""
 
@@ -169,7 +171,8 @@ def run_figures(run: ComparedRun, target: float) -> dict[str, float | None]:
         **step_costs(run.commits, seconds),
         **{key: _nested(run.report, path) for key, path in _FROM_REPORT.items()},
         "kl_mean": statistics.fmean(kl) if kl else None,
-        "last_accuracy": curve[-1].accuracy if curve else None,
+        # Without a target the last step is evaluated; its accuracy is unknown if all completions failed.
+        "last_accuracy": run.accuracies.get(last) if not target else curve[-1].accuracy if curve else None,
         "best_accuracy": run.accuracies[run.best]
         if run.best is not None
         else max((point.accuracy for point in curve), default=None),

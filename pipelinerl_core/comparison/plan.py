@@ -1,14 +1,14 @@
 """The plan of a comparison or a sweep: its runs, their names, and which runs are complete.
 
-A run is named <arm>-s<seed>-<digest of the run's configuration and of the library versions>, so that the same command
-finds the same runs, and a changed setting creates new runs.
+A run is named <arm>-s<seed>-<digest of the run's configuration, of the user's files and of the library versions>, so
+that the same command finds the same runs, and a changed setting, reward or row creates new runs.
 """
 
 import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
@@ -24,8 +24,10 @@ from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.evaluations import has_passed, next_to_evaluate
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.history import is_complete as is_trained
+from pipelinerl_core.run.local_files import own_files
 from pipelinerl_core.run.locate import plain_name, run_url
-from pipelinerl_core.run.records import REPORT_JSON_KEY, RUN_KEY, eval_key
+from pipelinerl_core.run.records import REPORT_JSON_KEY, RUN_KEY, EvalRecord, eval_key
+from pipelinerl_core.run.user_code import local_code_digests
 from pipelinerl_core.run.versions import durable_versions
 from pipelinerl_core.storage.object_store import open_store
 
@@ -126,8 +128,9 @@ def plan_comparison(wanted: Wanted) -> Plan:
         raise ConfigError(f"--budget-minutes {wanted.budget_minutes:g}: not above 0. Set --budget-minutes 50")
     seeds = checked_seeds(wanted.seeds)
     configs = {arm.name: _resolved(wanted, arm) for arm in arms}
-    runs = [_planned(arm, config, seed) for seed in seeds for arm, config in configs.items()]
-    resolved = {arm: _planned(arm, config, 0).run_id for arm, config in configs.items()}
+    contents = {arm: {**local_code_digests(config), **own_files(config)} for arm, config in configs.items()}
+    runs = [_planned(arm, config, contents[arm], seed) for seed in seeds for arm, config in configs.items()]
+    resolved = {arm: _planned(arm, config, contents[arm], 0).run_id for arm, config in configs.items()}
     known: dict[str, str] = {}
     for arm, run_id in resolved.items():
         if (other := known.setdefault(run_id.rpartition("-")[2], arm)) != arm:
@@ -209,18 +212,21 @@ def _resolved(wanted: Wanted, arm: Arm) -> RunConfig:
     return config
 
 
-def _planned(arm: str, config: RunConfig, seed: int) -> PlannedRun:
-    """An arm with a seed; the seed decides prompts, sampling and the starting weights of a built-in model."""
+def _planned(arm: str, config: RunConfig, contents: Mapping[str, str], seed: int) -> PlannedRun:
+    """An arm with a seed; the seed decides prompts, sampling and the starting weights of a built-in model.
+
+    contents: digests of the user's files.
+    """
     model = config.model.model_copy(update={"path": seeded_path(config.model.path, seed)})
     config = config.model_copy(update={"model": model, "seed": seed})
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", arm).strip(".-")[:_MOST_NAME] or "arm"
-    return PlannedRun(arm=arm, seed=seed, config=config, run_id=f"{name}-s{seed}-{run_digest(config)}")
+    return PlannedRun(arm=arm, seed=seed, config=config, run_id=f"{name}-s{seed}-{_run_digest(config, contents)}")
 
 
-def run_digest(config: RunConfig) -> str:
-    """8 hex digits over the resolved configuration and the versions of the numeric libraries."""
+def _run_digest(config: RunConfig, contents: Mapping[str, str]) -> str:
+    """8 hex digits over the resolved configuration, the user's files and the versions of the numeric libraries."""
     versions = {"pipelinerl": __version__, **{name: version(name) for name in _LIBRARIES}}
-    return digest_of([config.model_dump(mode="json"), versions])
+    return digest_of([config.model_dump(mode="json"), versions, *([dict(contents)] if contents else [])])
 
 
 def digest_of(values: Any) -> str:
@@ -228,9 +234,9 @@ def digest_of(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def accuracies_of(follower: RunFollower) -> dict[int, float]:
+def accuracies_of(evals: Mapping[int, EvalRecord]) -> dict[int, float]:
     """Version -> held-out accuracy; without the versions whose completions all failed."""
-    known = {step: record.known_accuracy for step, record in follower.evals.items()}
+    known = {step: record.known_accuracy for step, record in evals.items()}
     return {step: accuracy for step, accuracy in known.items() if accuracy is not None}
 
 
@@ -243,7 +249,7 @@ def is_complete(store: ObjectStore, config: RunConfig, target: float) -> bool:
         return is_trained(store, steps) and (config.eval.num_prompts == 0 or store.exists(eval_key(steps)))
     follower = RunFollower(store)
     follower.refresh()
-    evaluated = {**dict.fromkeys(follower.evals, -math.inf), **accuracies_of(follower)}
+    evaluated = {**dict.fromkeys(follower.evals, -math.inf), **accuracies_of(follower.evals)}
     if has_passed(evaluated, target):
         return True
     last, versions = follower.last, durable_versions(follower.commits.values())

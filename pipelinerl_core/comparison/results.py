@@ -102,15 +102,18 @@ class Results:
                 return None
             follower = RunFollower(store)
             follower.refresh()
+            steps = planned.config.trainer.steps  # of this plan; the run may have been trained further
+            evals = {version: record for version, record in follower.evals.items() if version <= steps}
             self._read[planned.run_id] = ComparedRun(
                 arm=planned.arm,
                 seed=planned.seed,
                 run_id=planned.run_id,
                 code_version=follower.run.code_version,
                 is_emulated=planned.config.emulation.accelerators > 0,
-                commits=follower.commits,
-                accuracies=accuracies_of(follower),
-                best=best_version(follower.evals),
+                commits={step: commit for step, commit in follower.commits.items() if step <= steps},
+                trained_to=max(follower.commits, default=0),
+                accuracies=accuracies_of(evals),
+                best=best_version(evals),
                 report=json.loads(store.get(REPORT_JSON_KEY)),
             )
         return self._read[planned.run_id]
@@ -124,6 +127,7 @@ class Results:
             "arm": run.arm,
             "seed": run.seed,
             "ended": "last step" if max(run.commits) >= steps else "past the target",
+            "trained_to": run.trained_to,
             "code_version": run.code_version,
             "emulated": run.is_emulated,
             "resumes": num_resumes(run.commits),

@@ -43,6 +43,12 @@ def notes(document: Document) -> list[str]:
     ]
     lines += [str(line) for line in document["dropped"]]
     lines += [f"{run} failed: {reason}" for run, reason in document["failed"].items()]
+    longer = [run for run in document["runs"] if run.get("trained_to", 0) > run["figures"]["steps"]]
+    lines += [
+        f"{run['run_id']} was trained further, to step {run['trained_to']}: its last reward, tokens/s, ESS, lags and "
+        f"idle times are of all steps, its other figures of the first {run['figures']['steps']:.0f}"
+        for run in longer
+    ]
     if document["resumed"]:
         lines.append(
             f"runs were resumed {document['resumed']} times, after an interruption or because they were stopped "

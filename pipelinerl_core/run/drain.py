@@ -1,7 +1,7 @@
 """A request to drain a run, as an object of the run: `pipelinerl drain` writes it, the trainer reads it."""
 
-import getpass
 import logging
+import os
 import socket
 import threading
 import time
@@ -10,6 +10,7 @@ from typing import Any
 from pipelinerl_core.errors import BrokenRecord, ConfigError, MissingObject
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.hub_status import HubWatch
+from pipelinerl_core.run.locate import user_name
 from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import CONTROL_KEY, ControlRecord, parse_commit_key
 from pipelinerl_core.storage.object_store import open_store
@@ -25,7 +26,7 @@ def request_drain(url: str) -> dict[str, Any]:
     store = open_store(url)
     if HubWatch(store).find_live() is None:
         raise ConfigError(f"{url}: this run is not live. Only a live run can be drained")
-    ask_to_drain(store, by=f"{getpass.getuser()}@{socket.gethostname()}")
+    ask_to_drain(store, by=f"{user_name() or os.getuid()}@{socket.gethostname()}")
     steps = [parse_commit_key(key)[0] for key in list_keys(store, "commits")]
     return {"run_id": url.rpartition("/")[2], "step": max(steps, default=-1)}
 

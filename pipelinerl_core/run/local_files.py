@@ -7,11 +7,13 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.prompts import RowPrompts
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.hub import is_hub_model
 from pipelinerl_core.models.paths import builtin_recipe, resolve_model_path
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.records import EXPORT_ORIGIN
@@ -26,7 +28,13 @@ _ROW_FILES = re.compile(r"(?!cache-)[^.].*\.(arrow|csv|json|jsonl|parquet|tsv|tx
 
 def local_files(config: RunConfig) -> dict[str, str]:
     """Setting -> digest of the file or directory that it names, of rows and models on this host."""
-    return {key: _digest(path) for key, path in _paths(config) if path.exists()}
+    return {key: content_digest(path) for key, path in _paths(config) if path.exists()}
+
+
+def own_files(config: RunConfig) -> dict[str, str]:
+    """`local_files` without models of a hub, which this host may download later."""
+    hub = {key for key, name in config.model_paths.items() if is_hub_model(name)}
+    return {key: content_digest(path) for key, path in _paths(config) if key not in hub and path.exists()}
 
 
 def check_local_files(run: RunContext) -> None:
@@ -60,8 +68,8 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, Path]]:
                     yield f"{section}.{name}", Path(own).expanduser()
 
 
-def _digest(path: Path) -> str:
-    """16 hex digits of sha256 over names and contents."""
+def content_digest(path: Path) -> str:
+    """16 hex digits of sha256 over names and contents of a file, of a directory of rows, or of a model."""
     total = hashlib.sha256()
     if not path.is_dir():
         files = [path]
@@ -71,15 +79,18 @@ def _digest(path: Path) -> str:
         files = sorted(file for file in path.rglob("*") if _ROW_FILES.fullmatch(file.name))
     for file in files:
         name = file.relative_to(path).as_posix()  # of a single file: "."
-        total.update(f"{name}\0{_file_digest(file)}\0".encode() if file.is_file() else b"")
+        if file.is_file():
+            status = file.stat()
+            total.update(f"{name}\0{_file_digest(file, status.st_size, status.st_mtime_ns)}\0".encode())
     return total.hexdigest()[:16]
 
 
-def _file_digest(file: Path) -> str:
+@lru_cache(maxsize=4096)
+def _file_digest(file: Path, size: int, modified_at: int) -> str:
+    """Computed once for a state of the file, because every arm of a comparison has the same rows."""
     with file.open("rb") as opened:
         if file.suffix not in _WEIGHTS:
             return hashlib.file_digest(opened, "sha256").hexdigest()
-        size = file.stat().st_size
         parts = [opened.read(_END_BYTES)]
         opened.seek(max(0, size - _END_BYTES))
         parts.append(opened.read())

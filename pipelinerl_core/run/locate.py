@@ -84,7 +84,7 @@ def _latest_id(base: ObjectStore, *, of_all: bool, only_own: bool) -> str:
     try:
         if not of_all:
             with suppress(MissingObject):
-                own = _named_run(base, _latest_key(_user()))
+                own = _named_run(base, _latest_key(user_name()))
                 if base.child(own).exists(RUN_KEY):
                     return own
         if only_own:
@@ -159,7 +159,7 @@ def create_run(
 
 def owner_of(config: RunConfig) -> str:
     """tracking.owner, else user@host of this process."""
-    user, host = _user(), socket.gethostname()
+    user, host = user_name(), socket.gethostname()
     return config.tracking.owner or (f"{user}@{host}" if user else host)
 
 
@@ -175,7 +175,8 @@ def _latest_key(user: str) -> str:
     return f"latest.{quote(user, safe='')}.json"
 
 
-def _user() -> str:
+def user_name() -> str:
+    """The user of this process; empty without a name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a user without a name, as in some containers

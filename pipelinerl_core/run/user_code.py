@@ -56,6 +56,12 @@ def store_code(store: ObjectStore, config: RunConfig) -> dict[str, str]:
     return digests
 
 
+def local_code_digests(config: RunConfig) -> dict[str, str]:
+    """Name -> sha256 of each file of the user that is on this host, as in RunRecord.code."""
+    files = {name: _file(location) for name, (_, location) in _locations(config).items()}
+    return {name: _sha256(_text(file)) for name, file in files.items() if file is not None and file.is_file()}
+
+
 def installed_packages(config: RunConfig) -> dict[str, str]:
     """Name -> distribution and version of each module of the user, as in RunRecord.packages."""
     packages: dict[str, str] = {}
@@ -103,7 +109,7 @@ def warn_of_changed_code(run: RunContext) -> None:
         path, stored = _file(location), run.record.code.get(name)
         if stored is None or path is None or not path.is_file():
             continue
-        sha256 = _sha256(path.read_text(encoding="utf-8", errors="replace"))
+        sha256 = _sha256(_text(path))
         if sha256 != stored:
             logger.warning(
                 "%s has changed since the run started: sha256 %s, stored %s. The run uses the stored copy; start a "
@@ -134,6 +140,10 @@ def _file(location: str) -> Path | None:
     """The file of a location, relative to the working directory; None for a module."""
     place = location.rpartition(":")[0]
     return Path(place).expanduser() if place.endswith(".py") else None
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _sha256(code: str) -> str:

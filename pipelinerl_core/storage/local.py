@@ -226,6 +226,7 @@ def _sync_directory(path: Path) -> None:
 
 
 _OBJECTS: dict[str, bytes] = {}
+_WRITTEN_AT: dict[str, float] = {}
 _OBJECTS_LOCK = threading.Lock()
 
 
@@ -241,7 +242,7 @@ class MemoryStore:
         with _OBJECTS_LOCK:
             if create_only and path in _OBJECTS:
                 raise FileExistsError(f"{self.url}/{key} exists already")
-            _OBJECTS[path] = bytes(data)
+            _OBJECTS[path], _WRITTEN_AT[path] = bytes(data), time.time()
 
     def get(self, key: str) -> bytes:
         path = self._path(key)
@@ -274,6 +275,11 @@ class MemoryStore:
         with _OBJECTS_LOCK:
             for path in paths:
                 _OBJECTS.pop(path, None)
+
+    def written_at(self, key: str) -> float:
+        path = self._path(key)
+        with _OBJECTS_LOCK:
+            return _WRITTEN_AT.get(path, 0.0) if path in _OBJECTS else 0.0
 
     def unfinished(self) -> dict[str, int]:
         return {}

@@ -24,6 +24,9 @@ class Store(ObjectStore, Protocol):
     def child(self, prefix: str) -> "Store":
         """The store below a prefix."""
 
+    def written_at(self, key: str) -> float:
+        """Unix time of the last write of an object by the clock of the store; 0 without the object."""
+
     def limited(self, seconds: float) -> ObjectStore:
         """The same store, which repeats a failing request for at most `seconds`."""
 

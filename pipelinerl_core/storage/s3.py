@@ -211,6 +211,11 @@ class S3Store:
         pages = self._pages(key, target, Delimiter="/")
         return any(entry["Key"] == target for page in pages for entry in page.get("Contents", ()))
 
+    def written_at(self, key: str) -> float:
+        target = self._target(key)["Key"]
+        entries = (entry for page in self._pages(key, target, Delimiter="/") for entry in page.get("Contents", ()))
+        return next((entry["LastModified"].timestamp() for entry in entries if entry["Key"] == target), 0.0)
+
     def children(self) -> list[str]:
         pages = self._pages("", self._prefix(""), Delimiter="/")
         paths = [entry["Prefix"].rstrip("/") for page in pages for entry in page.get("CommonPrefixes", ())]

@@ -83,6 +83,7 @@ _MAX_BATCH_PARAMS = 100
 _MAX_PARAM_CHARS = 6000
 _MAX_TAG_CHARS = 8000
 # Which artifacts MLflow's pages show as tables.
+_RESUMED_TAG = "pipelinerl.resumed."
 _TABLES_TAG = "mlflow.loggedArtifacts"
 _CONTEXT_TAG = "mlflow.data.context"
 # Without this tag, MLflow shows the pages for language model applications instead of training.
@@ -321,6 +322,14 @@ class MlflowTracker:
         new = [
             Param(key, value[:_MAX_PARAM_CHARS]) for key, value in self._params.items() if key not in run.data.params
         ]
+        # MLflow's parameters cannot be changed.
+        changed = [
+            RunTag(f"{_RESUMED_TAG}{key}", value[:_MAX_TAG_CHARS])
+            for key, value in self._params.items()
+            if run.data.params.get(key, value[:_MAX_PARAM_CHARS]) != value[:_MAX_PARAM_CHARS]
+        ]
+        for start in range(0, len(changed), _MAX_BATCH_PARAMS):
+            client.log_batch(run_id, tags=changed[start : start + _MAX_BATCH_PARAMS])
         for start in range(0, len(new), _MAX_BATCH_PARAMS):
             client.log_batch(run_id, params=new[start : start + _MAX_BATCH_PARAMS])
         known = {dataset_input.dataset.digest for dataset_input in run.inputs.dataset_inputs} if run.inputs else set()

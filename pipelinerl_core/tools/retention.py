@@ -177,9 +177,9 @@ def _starts(store: Store) -> list[str]:
 
 
 def _seconds_without_hub(store: Store) -> float:
-    """Seconds since a start from which no hub has come yet; infinite if there is none, or on S3."""
-    started_at = store.written_at(STARTS_KEY) if isinstance(store, FileStore) else 0.0
-    has_hub = isinstance(store, FileStore) and store.written_at(HUB_KEY) >= started_at
+    """Seconds since a start from which no hub has come yet; infinite if there is none."""
+    started_at = store.written_at(STARTS_KEY)
+    has_hub = store.written_at(HUB_KEY) >= started_at
     return math.inf if has_hub or not started_at else time.time() - started_at
 
 

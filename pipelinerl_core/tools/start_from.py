@@ -32,8 +32,10 @@ def start_from(
     name, version = matched.groups()
     url = locate_run(name, root)
     run = open_run(url)
-    step = find_commit(run, version or "last", may_replay=True).step
-    directory = cache_directory() / "branches" / f"{run.run_id}-{step}"
+    commit = find_commit(run, version or "last", may_replay=True)
+    step = commit.step
+    # Another run may have had this id, for example in another root.
+    directory = cache_directory() / "branches" / f"{run.run_id}-{step}-{commit.weights_digest[:12]}"
     if not (directory / "model").exists():
         say(f"{run.run_id}: the weights of version {step} are read, or computed again if they are not stored")
         partial = directory / f"partial-{os.getpid()}"

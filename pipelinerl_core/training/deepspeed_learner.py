@@ -146,7 +146,8 @@ class DeepSpeedLearner(BaseLearner):
                     tensors[f"optimizer.{name}.{moment}"] = snapshot(value)
             if self._num_updates and self._ranks.rank == 0:
                 tensors[f"optimizer.{name}.step"] = torch.tensor(float(self._num_updates))
-        return LiveState(tensors if self._ranks.rank == 0 else {}, {"version": self.version, **self._rate.state()})
+        values = {"version": self.version, **self._rate.state()}
+        return LiveState(tensors if self._ranks.rank == 0 else {}, values, is_copied=True)
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:

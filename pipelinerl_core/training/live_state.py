@@ -15,11 +15,11 @@ from torch import Tensor
 class LiveState:
     """Tensors that a learner owns, with the values that they have now. Thread-safe."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """values: JSON values."""
+    def __init__(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], *, is_copied: bool = False) -> None:
+        """values: JSON values. is_copied: the tensors are copies on the CPU already."""
         self.values = dict(values)
         self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
-        self._is_detached = False
+        self._is_detached = is_copied
         self._lock = threading.Lock()
 
     @property

@@ -13,6 +13,7 @@ from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -65,6 +66,11 @@ def load_model(
     """
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"{key}={path}: no config.json there. Give the directory of a Hugging Face model")
+    if dividing is not None and not any(Path(path).glob("*.safetensors")):
+        raise ConfigError(
+            f"{key}={path}: learner.zero_stage=3 reads safetensors, and the model has none. Save it with "
+            "save_pretrained, or set learner.zero_stage=2"
+        )
     # Onto a GPU without a copy in the host's memory, of which each rank would need one.
     place = {"": device} if torch.device(device).type != "cpu" and dividing is None else None
     try:
@@ -77,8 +83,9 @@ def load_model(
         raise ConfigError(f"{key}={path}: cannot be loaded: {type(error).__name__}: {reason}") from None
     model, info = loaded
     check_tensors(model, info, f"{key}={path}")
+    rank = dist.get_rank() if dist.is_initialized() else 0
     for name, weights in model.named_parameters():
-        if not own_part(weights).detach().sum(dtype=torch.float32).isfinite():
+        if not own_part(weights, rank).detach().sum(dtype=torch.float32).isfinite():
             raise ConfigError(f"{key}={path}: tensor {name} has values that are not finite. Take another model")
     compared = None
     if any(map(is_divided, model.parameters())):
@@ -110,9 +117,12 @@ def is_divided(parameter: Any) -> bool:
     return hasattr(parameter, "ds_tensor")
 
 
-def own_part(parameter: Any) -> Tensor:
-    """The values of a parameter that this rank has: all, or its part of a divided parameter."""
-    part: Tensor = parameter.ds_tensor if is_divided(parameter) else parameter
+def own_part(parameter: Any, rank: int) -> Tensor:
+    """The values of a parameter that this rank has: all, or its part of a divided parameter, without padding."""
+    part: Tensor = parameter
+    if is_divided(parameter):
+        part = parameter.ds_tensor
+        part = part[: max(0, parameter.ds_numel - rank * part.numel())]
     return part
 
 
@@ -158,7 +168,7 @@ def with_biases(model: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() == 1:
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator, device="cpu").to(parameter)
     return model
 
 

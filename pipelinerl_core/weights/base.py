@@ -31,7 +31,7 @@ class BaseWeights:
         self._directory = directory
         self._open_files = ExitStack()
         self._file_of: dict[str, Any] = {}
-        for path in _weight_files(directory):
+        for path in weight_files(directory):
             file: Any = self._open_files.enter_context(safe_open(path, framework="pt"))
             self._file_of |= dict.fromkeys(file.keys(), file)
         if not self._file_of:
@@ -113,7 +113,7 @@ def _dtype(name: str, where: str) -> torch.dtype:
     return dtype
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
     """The files that transformers loads: the files in the index, else the single file, else all files."""
     index = directory / _INDEX_FILE
     if index.is_file():

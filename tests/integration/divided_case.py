@@ -1,6 +1,6 @@
-"""Load models as one of two ranks among which ZeRO 3 divides the weights, in a process of its own.
+"""Load models as one of the ranks among which ZeRO 3 divides the weights, in a process of its own.
 
-    python -m tests.integration.divided_case RANK MEETING_FILE DIRECTORY...
+    python -m tests.integration.divided_case RANK RANKS MEETING_FILE DIRECTORY...
 
 Prints a JSON object: directory -> what differs from the model as one process loads it, and this rank's elements.
 """
@@ -25,7 +25,7 @@ def compared(directory, ranks):
     settings = [f"model.path={directory}", "learner.kind=deepspeed", "learner.zero_stage=3", f"model.dtype={DTYPE}"]
     dividing = divided_among(ranks, load_config("quickstart", settings), torch.device("cpu"))
     whole, divided = load_model(directory, DTYPE), load_model(directory, DTYPE, dividing=dividing)
-    own_elements = sum(own_part(parameter).numel() for parameter in divided.parameters())
+    own_elements = sum(own_part(parameter, ranks.rank).numel() for parameter in divided.parameters())
     with deepspeed.zero.GatheredParameters(list(divided.parameters())):
         pairs = {name: [tensor] for name, tensor in (*whole.named_parameters(), *whole.named_buffers())}
         for name, tensor in (*divided.named_parameters(), *divided.named_buffers()):
@@ -42,12 +42,12 @@ def compared(directory, ranks):
     }
 
 
-def main(rank, meeting, directories):
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-    results = {directory: compared(Path(directory), Ranks(rank, 2)) for directory in directories}
+def main(rank, size, meeting, directories):
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    results = {directory: compared(Path(directory), Ranks(rank, size)) for directory in directories}
     dist.destroy_process_group()
     print(json.dumps(results))  # noqa: T201
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])

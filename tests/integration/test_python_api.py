@@ -68,7 +68,8 @@ def test_another_run_starts_from_the_weights_and_the_configuration(shown, monkey
     said: list[str] = []
     source, overrides = start_from(f"{run.url}@12", "", ["learner.lr=1e-6"], "", said.append)
     config = load_config(source, overrides)
-    assert config.model.path == str(tmp_path / "branches" / f"{run.id}-12" / "model")
+    (exported,) = (tmp_path / "branches").glob(f"{run.id}-12-*")
+    assert config.model.path == str(exported / "model")
     assert config.learner.lr == 1e-6
     assert config.trainer == run.config.trainer
     assert parent_of(config) == f"{run.id}@12"

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from pipelinerl_core.errors import EngineError
+from pipelinerl_core.weights.base import weight_files
 
 
 class FileNames:
@@ -50,7 +51,7 @@ class FileNames:
 def file_shapes(model: Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every weight of a model directory, from the headers of its files."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(model.glob("*.safetensors")):
+    for path in weight_files(model):
         with safe_open(path, framework="pt") as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     if not shapes:

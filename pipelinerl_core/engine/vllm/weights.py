@@ -20,6 +20,7 @@ from pipelinerl_core.engine.vllm.names import FileNames, file_shapes
 from pipelinerl_core.errors import SwapError
 from pipelinerl_core.interfaces import WeightUpdate
 from pipelinerl_core.run.context import private_directory
+from pipelinerl_core.weights.base import weight_files
 
 _SHARED_MEMORY = Path("/dev/shm")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -133,7 +134,7 @@ class StagedWeights:
     def _loaded(self, files: contextlib.ExitStack, leave_out: Collection[str]) -> dict[str, Tensor]:
         """The other weights of the engine core, memory-mapped from files that `files` closes."""
         tensors: dict[str, Tensor] = {}
-        for path in sorted(self._model.glob("*.safetensors")) if self.current is None else [self.current]:
+        for path in weight_files(self._model) if self.current is None else [self.current]:
             file = files.enter_context(safe_open(path, framework="pt"))
             tensors |= {name: file.get_tensor(name) for name in file.keys() if name not in leave_out}  # noqa: SIM118
         return tensors

@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 _MEMORY = "1200MB"
 """Of DuckDB, which then writes to temporary files; Arrow needs up to some hundred megabytes beside it."""
 _BATCH_ROWS = 10_000
+_WATCHED_RUNS = 8
+"""Runs that are watched at the same time, to tell their states."""
 _INTERRUPT_SECONDS = 0.1
 _RAISED = re.compile(r"executing the UDF: ConfigError: (.*)", re.DOTALL)
 _NO_TABLE = re.compile(r"Table with name (\w+) does not exist!.*", re.DOTALL)
@@ -260,7 +263,9 @@ def records_table(name: str, readers: Iterable[RunReader]) -> pa.Table:
     """The rows of a view of records."""
     columns = VIEWS[name].columns
     schema = pa.schema([(column, _ARROW_TYPES[columns[column].expression]) for column in columns])
-    rows = [row for reader in readers for row in getattr(reader, name)()]
+    # The hub of a run that was killed is watched for seconds.
+    with ThreadPoolExecutor(_WATCHED_RUNS if name == "runs" else 1) as pool:
+        rows = list(itertools.chain.from_iterable(pool.map(lambda reader: list(getattr(reader, name)()), readers)))
     return pa.Table.from_pylist(rows, schema)
 
 

@@ -95,13 +95,12 @@ def _load_committed_weights(store: ObjectStore, learner: Learner, commit: Commit
 
 
 def _with_committed(
-    tensors: Mapping[str, torch.Tensor], committed: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """The state with the committed weights; a float32 master that rounds to its committed weight is kept."""
-    state = dict(tensors)
+    state: Mapping[str, torch.Tensor], committed: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    """Write the committed weights into a state; a float32 master that rounds to its committed weight is kept."""
     for name, weight in committed.items():
         master = state.get(f"weights.{name}")
         if master is None:
             raise MissingObject(f"weights.{name} is not in the learner's state")
-        state[f"weights.{name}"] = torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype))
+        master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype)))
     return state

@@ -27,6 +27,7 @@ from pipelinerl_core.roles.trainer.rank_channel import RankChannel, join_ranks
 from pipelinerl_core.roles.trainer.rank_processes import RANK_STOP_SECONDS, RankProcesses
 from pipelinerl_core.roles.trainer.ranked_learner import RankedLearner, RankLearner
 from pipelinerl_core.roles.trainer.rendezvous import announce_rendezvous, open_rendezvous, own_address, refusal_of
+from pipelinerl_core.run.local_files import content_digest
 from pipelinerl_core.run.records import RendezvousRecord
 from pipelinerl_core.training.deepspeed_learner import DeepSpeedLearner, divided_among
 from pipelinerl_core.training.learner import TorchLearner
@@ -225,7 +226,11 @@ class _Loaded(NamedTuple):
 def _load(config: RunConfig, device: torch.device, ranks: Ranks) -> _Loaded:
     path = require_model(config.model.path)
     is_divided = config.learner.zero_stage == 3
-    dividing = divided_among(ranks, config, device) if is_divided else None
+    dividing = None
+    if is_divided:  # rank 0 reads the weights of all ranks, and each rank the rest of the model
+        files = torch.tensor(int(content_digest(Path(path))[:15], 16), device=device)
+        _require_equal_digests(ranks, "model.path", files)
+        dividing = divided_among(ranks, config, device)
     model = load_model(Path(path), config.dtype, device, config.learner.attention, dividing=dividing)
     reference = _reference(config, path, model) if config.loss.kl_coefficient else None
     teacher = None
@@ -233,8 +238,9 @@ def _load(config: RunConfig, device: torch.device, ranks: Ranks) -> _Loaded:
         teacher = load_reference(
             require_model(config.loss.teacher), model, config.learner.attention, key="loss.teacher"
         )
-    own = None if is_divided else model  # rank 0 has read the weights of all ranks
-    _require_equal(ranks, {"model.path": own, "loss.ref_model": reference, "loss.teacher": teacher})
+    _require_equal(
+        ranks, {"model.path": None if is_divided else model, "loss.ref_model": reference, "loss.teacher": teacher}
+    )
     if config.learner.lora_rank:
         add_adapters(model, config.learner, config.seed)
     if config.checkpoints_activations(device.type):
@@ -251,13 +257,16 @@ def _require_equal(ranks: Ranks, models: Mapping[str, Any]) -> None:
         if model is None:
             continue
         sums = [_checksum(parameter) for parameter in model.parameters()]
-        own = torch.stack([number * (index + 1) for index, number in enumerate(sums)]).sum()[None]
-        checksums = ranks.gather(own)
-        if other := [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]:
-            raise ConfigError(
-                f"{key}: ranks {', '.join(map(str, other))} have other weights than rank 0. Put the same model on "
-                "every host of the trainer"
-            )
+        _require_equal_digests(ranks, key, torch.stack([n * (index + 1) for index, n in enumerate(sums)]).sum())
+
+
+def _require_equal_digests(ranks: Ranks, key: str, own: torch.Tensor) -> None:
+    checksums = ranks.gather(own[None])
+    if other := [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]:
+        raise ConfigError(
+            f"{key}: ranks {', '.join(map(str, other))} have another model than rank 0. Put the same model on every "
+            "host of the trainer"
+        )
 
 
 def _checksum(parameter: torch.Tensor) -> torch.Tensor:

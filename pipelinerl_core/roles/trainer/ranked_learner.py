@@ -158,7 +158,8 @@ def serve(channel: RankChannel, build: Callable[[RunConfig], tuple[RankLearner, 
         if command == "build":
             config = build_config(values["config"])
             load_own_functions(config.loss, values["code"])
-            learner, batcher = build(config)
+            with translate_rank_errors("loading of the model"):
+                learner, batcher = build(config)
         elif learner is None or batcher is None:
             raise ValueError(f"{command} before build")
         else:

@@ -10,6 +10,7 @@ from benchmarks.learning import replace_section
 from pipelinerl_core.comparison.budget import Budget, dropped_lines
 from pipelinerl_core.comparison.plan import Wanted, incomplete_runs, is_complete, plan_comparison, plan_sweep
 from pipelinerl_core.comparison.results import HTML_KEY, JSON_KEY, SVG_KEY, Results
+from pipelinerl_core.comparison.table import notes
 from pipelinerl_core.config.arm import Arm
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.locate import create_run, run_url
@@ -50,6 +51,19 @@ def test_a_run_is_named_after_arm_seed_and_digest_of_its_configuration():
     assert len(first.run_id.rpartition("-")[2]) == 8
     changed = plan_of(overrides=("trainer.steps=5",)).runs[0]
     assert changed.run_id != first.run_id
+
+
+def test_changed_code_or_rows_of_the_user_are_new_runs_and_a_new_comparison(tmp_path):
+    reward, rows = tmp_path / "reward.py", tmp_path / "rows.jsonl"
+    own = (f"reward.function={reward}:score", "prompts.kind=file", f"prompts.path={rows}")
+    plans = []
+    for code, row in (("def score(): ...", "{}"), ("def score(): return 1", "{}"), ("def score(): ...", '{"a": 1}')):
+        reward.write_text(code)
+        rows.write_text(row)
+        plans.append(plan_of(overrides=own))
+    assert len({plan.key for plan in plans}) == len({plan.runs[0].run_id for plan in plans}) == 3
+    rows.write_text("{}")
+    assert plan_of(overrides=own).key == plans[0].key
 
 
 def test_more_seeds_or_time_are_the_same_comparison_and_another_target_is_not():
@@ -215,7 +229,16 @@ def test_evaluations_without_a_reward_have_no_accuracy_and_the_best_is_of_one_ve
         ends = {"low": accuracy - half, "high": accuracy + half, "last_version": last}
         put_record(store, eval_key(version), EvalRecord(version=version, accuracy=accuracy, **ends, **values))
     (entry,) = Results(plan, str(tmp_path)).write([])["runs"]
-    assert (entry["figures"]["last_accuracy"], entry["figures"]["best_accuracy"]) == (0.6, 0.6)
+    assert (entry["figures"]["last_accuracy"], entry["figures"]["best_accuracy"]) == (None, 0.6)
+
+
+def test_a_run_that_was_trained_further_has_the_figures_of_the_planned_steps(tmp_path):
+    plan = plan_sweep("quickstart", ["seed=0,1", "trainer.steps=4"])
+    write_run(tmp_path, plan.runs[0], rewards=[0.1] * 6, accuracies={4: 0.2, 6: 0.9})
+    document = Results(plan, str(tmp_path)).write([])
+    figures = document["runs"][0]["figures"]
+    assert (figures["steps"], figures["last_accuracy"], figures["best_accuracy"]) == (4, 0.2, 0.2)
+    assert any("was trained further, to step 6" in line for line in notes(document))
 
 
 def test_the_result_is_written_from_finished_runs_and_remembers_how_long_runs_took(tmp_path):

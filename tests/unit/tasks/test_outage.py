@@ -55,7 +55,7 @@ def clock(monkeypatch):
 
 def use(monkeypatch, store):
     monkeypatch.setattr(outage, "open_store", lambda url: store)
-    return SimpleNamespace(run_id="r-1", store=store)
+    return "s3://bucket/r-1"
 
 
 def test_a_run_that_an_outage_has_ended_is_in_the_state_that_the_automation_resumes(monkeypatch):
@@ -79,7 +79,7 @@ def test_a_role_that_failed_for_another_reason_is_an_outage_only_while_the_store
 
 
 def test_the_train_flow_returns_the_state_and_fails_as_before_without_an_outage(monkeypatch):
-    run = use(monkeypatch, Store(0))
+    run = SimpleNamespace(store=SimpleNamespace(url=use(monkeypatch, Store(0))))
     monkeypatch.setattr(train_flow, "open_job", lambda *_, **__: (run, None))
     errors = iter([StoreUnavailable("503"), RoleFailed("exited with code 1")])
 

@@ -554,4 +554,5 @@ def test_on_pools_an_embedded_engine_is_evaluated_beside_the_train_flow(server, 
 
 @pytest.mark.parametrize("run_id", ["learner.lr-1e-4-s0-1a2b3c4d", "Long_Context-s1-0a1b2c3d"])
 def test_the_secret_of_a_run_has_a_name_that_prefect_accepts(run_id):
-    assert TypeAdapter(BlockDocumentName).validate_python(secret_name(run_id)).startswith("pipelinerl-l")
+    assert TypeAdapter(BlockDocumentName).validate_python(secret_name(f"s3://b/{run_id}")).startswith("pipelinerl-l")
+    assert secret_name(f"s3://b/{run_id}") != secret_name(f"s3://other/{run_id}")

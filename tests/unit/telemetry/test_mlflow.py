@@ -65,6 +65,17 @@ def test_metrics_parameters_and_tags_arrive_without_secrets(uri):
     assert first.timestamp == 1_750_000_000_500
 
 
+def test_a_changed_setting_of_a_resumed_run_is_a_tag_because_parameters_cannot_be_changed(uri):
+    MlflowTracker(uri, "e", "more", config={"trainer": {"steps": 3, "ranks": 1}}).close()
+    resumed = MlflowTracker(uri, "e", "more", config={"trainer": {"steps": 6, "ranks": 1}})
+    data = run_of(resumed).data
+    resumed.close()
+    assert data.params == {"trainer.steps": "3", "trainer.ranks": "1"}
+    assert {key: value for key, value in data.tags.items() if "resumed" in key} == {
+        "pipelinerl.resumed.trainer.steps": "6"
+    }
+
+
 def test_a_resumed_run_is_the_same_run_and_has_its_last_logged_step(uri):
     tracker = MlflowTracker(uri, "e", "two", config={"a": 1})
     assert tracker.logged == NO_STEP

@@ -14,6 +14,7 @@ from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.hub_status import HubWatch
 from pipelinerl_core.run.locate import LATEST_KEY, remember_latest
 from pipelinerl_core.run.records import CONTROL_KEY, GARBAGE_KEY, HUB_KEY, RUN_KEY, role_key
+from pipelinerl_core.run.start_count import count_start
 from pipelinerl_core.storage.local import FileStore
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tools.archive import Archive, archive_runs
@@ -163,6 +164,16 @@ def test_a_run_that_has_no_hub_yet_is_kept(root):
     root.child("run-1").delete(root.child("run-1").list("epochs"))
     with pytest.raises(ConfigError, match="may be starting"):
         Removal(root.child("run-1").url)
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_a_run_that_was_started_a_moment_ago_is_kept_in_every_store(tmp_path, scheme):
+    own_root = open_store(f"{scheme}://{tmp_path.name}" if scheme == "memory" else str(tmp_path))
+    write_old_run(own_root, "run-1")
+    run = own_root.child("run-1")
+    count_start(run.url, "a-flow-run", 1, 3)
+    with pytest.raises(ConfigError, match="was started a moment ago and has no hub yet"):
+        Removal(run.url)
 
 
 def test_a_run_that_may_be_evaluating_is_kept_until_it_has_a_report(root):

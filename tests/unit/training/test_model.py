@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.training.model import _restore_buffers
+from pipelinerl_core.training.model import _restore_buffers, with_biases
 
 
 class _Positions(torch.nn.Module):
@@ -22,3 +22,9 @@ def test_buffers_that_are_rounded_while_weights_are_divided_are_restored_or_refu
     assert torch.equal(rounded.inv_freq, exact.inv_freq)
     with pytest.raises(ConfigError, match=r"model.path=m: learner.zero_stage=3 would round scale. Set"):
         _restore_buffers(_Positions("scale", torch.ones(2).bfloat16()), exact, "model.path=m")
+
+
+def test_biases_are_drawn_on_the_cpu_for_a_model_on_another_device():
+    with torch.device("meta"):
+        layer = torch.nn.Linear(2, 3)
+        assert with_biases(layer).bias.device.type == "meta"  # with a generator of the CPU

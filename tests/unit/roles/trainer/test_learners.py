@@ -30,7 +30,7 @@ def test_ranks_with_other_weights_than_rank_0_are_named():
     _require_equal(alike, {"model.path": model(1.0, 2.0), "loss.teacher": None})
     _require_equal(alike, {"model.path": model(1.0, 2.5)})
     assert seen[0] != seen[1]
-    with pytest.raises(ConfigError, match=r"^model\.path: ranks 1 have other weights than rank 0"):
+    with pytest.raises(ConfigError, match=r"^model\.path: ranks 1 have another model than rank 0"):
         _require_equal(ranks(*seen[1]), {"model.path": model(1.0, 2.0)})
     _require_equal(ranks(), {"model.path": model(1.0, 2.0)})
 
