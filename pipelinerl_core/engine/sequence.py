@@ -63,6 +63,8 @@ class SlotSequence(OpenSequence):
 
     slot: int | None = None
     """None while the sequence waits, and after the end."""
+    kv_version = 0
+    """Weight version of the oldest keys and values in the slot."""
 
     @property
     def num_prior(self) -> int:

@@ -4,6 +4,7 @@ import heapq
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 
 from pipelinerl_core.ledger.groups import ActorKey, Grant
 from pipelinerl_core.messages import LeaseRef
@@ -125,6 +126,14 @@ class Leases:
         for group_id in group_ids:
             self._requeue(group_id)
         return group_ids
+
+    def distrust(self, actor: ActorKey) -> None:
+        """Let no later lease continue the tokens of an actor epoch, nor those of holders that have continued them."""
+        for group_id, holders in list(self._holders.items()):
+            oldest_first = takewhile(lambda holder: (holder.actor, holder.epoch) != actor, reversed(holders))
+            self._holders[group_id] = tuple(oldest_first)[::-1]
+            if not self._holders[group_id]:
+                del self._holders[group_id]
 
     def expire(self, now: float) -> list[int]:
         """Queue every group whose lease has expired; returns the groups."""

@@ -156,13 +156,14 @@ class Ledger(LedgerView):
         self._pool.tokens.account(actor).is_gone = True
 
     def expel(self, actors: Iterable[ActorKey]) -> None:
-        """Refuse these actor epochs from now on, and queue their groups for other actors. Idempotent.
+        """Refuse these actor epochs from now on, and queue their groups, to be sampled from the start. Idempotent.
 
         Their finished groups stay. A later epoch of the same actor is admitted: its engine has loaded other weights.
         """
         for actor in set(actors) - self._expelled:
             self._expelled.add(actor)
             self.bye(actor)
+            self._pool.leases.distrust(actor)
 
     def expire(self) -> list[int]:
         """Expire actors without a recent sync, and leases; returns the groups whose lease expired."""

@@ -23,6 +23,7 @@ from pipelinerl_core.models.shapes import KNOWN_MODELS, context_of, shape_of
 from pipelinerl_core.models.tiny import shrunk
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+_INDEX_FILE, _SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 _SEED = re.compile(r"seed=(\d{1,9})")
 
 
@@ -161,3 +162,12 @@ def _known_families() -> str:
     """A known model of each family."""
     families = {entries["model_type"]: name for name, entries in KNOWN_MODELS.items()}
     return ", ".join(sorted(families.values()))
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that transformers loads: the files in the index, else the single file, else all files."""
+    index = directory / _INDEX_FILE
+    if index.is_file():
+        return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    single = directory / _SINGLE_FILE
+    return [single] if single.is_file() else sorted(directory.glob("*.safetensors"))

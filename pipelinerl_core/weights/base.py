@@ -3,7 +3,6 @@
 The files are memory-mapped and read when a weight is requested, so only merged layers are in memory twice.
 """
 
-import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cached_property
@@ -17,10 +16,8 @@ from torch import Tensor
 
 from pipelinerl_core.algo.adapters import Adapters, merge
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError
-from pipelinerl_core.run.records import WEIGHTS_FILE
+from pipelinerl_core.models.paths import weight_files
 from pipelinerl_core.storage.digests import SHOWN_DIGITS
-
-_INDEX_FILE = "model.safetensors.index.json"
 
 
 class BaseWeights:
@@ -111,12 +108,3 @@ def _dtype(name: str, where: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ChecksumMismatch(f"{where}: adapters of a type {name!r}, which torch does not have")
     return dtype
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The files that transformers loads: the files in the index, else the single file, else all files."""
-    index = directory / _INDEX_FILE
-    if index.is_file():
-        return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    single = directory / WEIGHTS_FILE
-    return [single] if single.is_file() else sorted(directory.glob("*.safetensors"))

@@ -2,7 +2,7 @@
 
 One loop admits, decodes, samples, stamps and retires sequences, and yields to the event loop between two steps. A
 step is a plain function, so other coroutines run only between two steps: a swap or an abort needs neither a lock nor
-a pause protocol. An idle engine has no task.
+a pause protocol. While keys are computed again, other coroutines run but no step. An idle engine has no task.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from pipelinerl_core.engine.embedded.compact import compact
-from pipelinerl_core.engine.embedded.decoder import SlotDecoder, StagedWeights, prefill_batches
+from pipelinerl_core.engine.embedded.decoder import PREFILL_TOKENS, SlotDecoder, StagedWeights, prefill_batches
 from pipelinerl_core.engine.embedded.sampling import sample
 from pipelinerl_core.engine.embedded.slots import SlotTable
 from pipelinerl_core.engine.queued import KVPolicy, QueuedEngine
@@ -89,6 +89,7 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         """Free slots with keys and values of a finished turn under the current weights, the oldest first."""
         self._prefilled: dict[bytes, SlotSequence] = {}
         """Prefilled tokens -> the sequence with them that was prefilled last, under the current weights."""
+        self._is_recomputing = False
         self._task: asyncio.Task[None] | None = None
         self._delay_seconds = 0.0
         self._clock: StepClock | None = None
@@ -118,7 +119,7 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
                     await self._drain()
                 start = time.perf_counter()
                 num_running = len(self._running)
-                replaced = self._replace_weights(update.version, staged)
+                replaced = await self._replace_weights(update.version, staged)
             finally:
                 self._drained = None
                 self._wake()
@@ -211,7 +212,8 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
             self._task = asyncio.get_running_loop().create_task(self._run(), name="embedded-engine")
 
     def _has_work(self) -> bool:
-        return not (self._is_paused or self._is_resting) and bool(self._running or self._admissible(1))
+        is_held = self._is_paused or self._is_resting or self._is_recomputing
+        return not is_held and bool(self._running or self._admissible(1))
 
     async def _run(self) -> None:
         try:
@@ -278,7 +280,7 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         return admissible
 
     def _admit(self) -> tuple[list[tuple[int, Int32Array]], list[tuple[int, int]]]:
-        """Fill free slots in order of arrival.
+        """Fill free slots in order of arrival, until this step has PREFILL_TOKENS to prefill.
 
         Returns slots with the tokens to prefill, all of a sequence but the last, and pairs of slots: the second gets
         the keys and values of the first, because a running sequence has the same tokens, as in a group.
@@ -288,13 +290,17 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         self._count_time()
         admitted: list[tuple[int, Int32Array]] = []
         copies: list[tuple[int, int]] = []
+        num_to_prefill = 0
         for sequence in self._admissible(len(self._free_slots)):
+            if num_to_prefill >= PREFILL_TOKENS:
+                break  # the others start in the next steps, so that other tasks run in between
             request = sequence.request
             slot, num_kept = self._free_slot(sequence)
             del self._waiting[request.request_id]
             self._running[request.request_id] = sequence
             self._in_slot[slot] = sequence
             sequence.slot = slot
+            sequence.kv_version = self._version
             # A decode step feeds the last known token and samples the next. After a kept prefix, decode steps feed
             # the new tokens too, because a prefill begins at position 0.
             num_prefilled = len(request.prompt_token_ids) + sequence.num_prior - 1
@@ -308,6 +314,7 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
                 if source is None or source.slot is None:
                     self._prefilled[tokens.tobytes()] = sequence
                     admitted.append((slot, tokens))
+                    num_to_prefill += len(tokens)
                 elif len(tokens):
                     copies.append((source.slot, slot))
                     self._num_reused += num_prefilled
@@ -364,7 +371,8 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         if sequence.slot is None:
             return
         self._count_time()
-        self._table.release(sequence.slot, keep=sequence.request.is_turn)
+        is_current = sequence.kv_version == self._version
+        self._table.release(sequence.slot, keep=sequence.request.is_turn and is_current)
         if self._table.num_fed[sequence.slot]:
             self._kept[sequence.slot] = None
         self._in_slot.pop(sequence.slot)
@@ -374,7 +382,7 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         if self._drained is not None and not self._running:
             self._drained.set()
 
-    def _replace_weights(self, version: int, staged: StagedWeights) -> list[torch.Tensor]:
+    async def _replace_weights(self, version: int, staged: StagedWeights) -> list[torch.Tensor]:
         for sequence in self._running.values():
             self._emit(sequence)  # tokens up to here have the old version
         self._forget_kept()
@@ -385,8 +393,14 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
             raise SwapError(self._failure) from error
         self._version = version
         if self._kv == "recompute":
-            for _ in self._recompute():
-                pass
+            passes, self._is_recomputing = self._recompute(), True
+            try:
+                for _ in passes:
+                    await asyncio.sleep(0)  # as after a rest; no step runs meanwhile
+            finally:
+                for _ in passes:  # if cancelled: no later token may attend to keys of two versions
+                    pass
+                self._is_recomputing = False
         elif self._deterministic:
             # A prompt is fed in several steps. The keys of its first tokens would be of the old weights, and no
             # weight span of the completion would show this: the parity gate of the trainer would refuse a sound run.
@@ -407,8 +421,10 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
                 with torch.inference_mode():
                     self._decoder.decode(step.token_ids_R, step.positions_R, num_keys=step.num_keys)
                 yield
-            return
-        for batch in prefill_batches([(slot, self._table.fed_tokens(slot)) for slot in self._in_slot]):
-            with torch.inference_mode():
-                self._decoder.prefill(*batch)
-            yield
+        else:
+            for batch in prefill_batches([(slot, self._table.fed_tokens(slot)) for slot in self._in_slot]):
+                with torch.inference_mode():
+                    self._decoder.prefill(*batch)
+                yield
+        for sequence in self._running.values():
+            sequence.kv_version = self._version

@@ -64,6 +64,7 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
         self._staged = staged
         self._kv = kv
         self._limit = ConcurrencyLimit(slots, now=time.monotonic(), num_preemptions=self._num_preemptions())
+        self._num_observed_steps = 0
         self._order = itertools.count()
 
     @property
@@ -111,11 +112,12 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
                 nonlocal num_running
                 num_running = len(self._running)
                 await self._requeue_unstarted()
-                for sequence in self._running.values():
-                    sequence.swapped(self._keeper.version)
 
+            old_version = self.weight_version
             try:
                 seconds = await self._keeper.swap(update, clear_cache=self._kv == "recompute", in_pause=in_pause)
+                for sequence in self._running.values():
+                    sequence.swapped(old_version)
             finally:
                 self._drained = None
                 self._admit()
@@ -264,6 +266,9 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
     def _observe(self) -> None:
         """Update the concurrency limit from the load of the KV cache."""
         load, before = self._keeper.core.load, self._limit.value
+        if load.num_steps == self._num_observed_steps:
+            return  # in a pause or a rest an old load would lower the limit again and again
+        self._num_observed_steps = load.num_steps
         seen = KVLoad(
             running=len(self._running),
             queued=load.waiting,

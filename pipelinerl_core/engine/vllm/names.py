@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from pipelinerl_core.errors import EngineError
-from pipelinerl_core.weights.base import weight_files
+from pipelinerl_core.models.paths import weight_files
 
 
 class FileNames:

@@ -38,6 +38,8 @@ class VLLMSequence(OpenSequence):
         self.ended: asyncio.Future[Completion | None] = asyncio.get_running_loop().create_future()
         self._num_core_requests = 0
         self._bound = 0
+        self._has_output = False
+        """Whether tokens have arrived since the newest swap."""
 
     @property
     def num_new(self) -> int:
@@ -47,14 +49,20 @@ class VLLMSequence(OpenSequence):
     def begin(self, version: int) -> str:
         """Begin a core request under `version`; returns its id."""
         self.start = len(self.token_ids)
-        self._bound = version
+        self._bound, self._has_output = version, False
         self._num_core_requests += 1
         self.core_id = f"{self.request.request_id}#{self._num_core_requests}"
         return self.core_id
 
     def swapped(self, old_version: int) -> None:
-        """Newer weights were loaded: tokens that arrive from here on were sampled by `old_version` or newer."""
-        self._bound = max(self._bound, old_version)
+        """Newer weights than `old_version` were loaded.
+
+        vLLM holds tokens back for up to stream_interval. Without an output since the swap before, they may be older
+        than `old_version`.
+        """
+        if self._has_output:
+            self._bound = max(self._bound, old_version)
+        self._has_output = False
 
     def add(self, output: CoreOutput) -> None:
         """Add new tokens; the last output of a core request makes the versions of all its tokens exact."""
@@ -63,6 +71,7 @@ class VLLMSequence(OpenSequence):
         self.logprobs.extend(output.logprobs)
         if len(self.token_ids) > start:
             self.spans = joined(self.spans, [WeightSpan(self._bound, start, len(self.token_ids))])
+            self._has_output = True
         if output.spans:
             exact = [WeightSpan(v.version, v.start + self.start, v.end + self.start) for v in output.spans]
             self.spans = joined(self.spans, exact)

@@ -19,8 +19,8 @@ from torch import Tensor
 from pipelinerl_core.engine.vllm.names import FileNames, file_shapes
 from pipelinerl_core.errors import SwapError
 from pipelinerl_core.interfaces import WeightUpdate
+from pipelinerl_core.models.paths import weight_files
 from pipelinerl_core.run.context import private_directory
-from pipelinerl_core.weights.base import weight_files
 
 _SHARED_MEMORY = Path("/dev/shm")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

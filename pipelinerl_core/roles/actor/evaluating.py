@@ -2,12 +2,15 @@
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from typing import Any
 
 from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.interfaces import Engine
 from pipelinerl_core.roles.runtime.evaluation import Evaluation
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.records import EVALS_PREFIX, eval_version
+from pipelinerl_core.types import Chunk, EngineRequest
 
 logger = logging.getLogger(__name__)
 
@@ -15,12 +18,31 @@ _SHARE = 8
 """An evaluation has at most an eighth of the slots."""
 
 
+class _CountedEngine:
+    """An engine that counts the tokens sampled through this object."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.num_sampled = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[Chunk]:
+        return self._counted(self._engine.generate(request))
+
+    async def _counted(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        async for chunk in chunks:
+            self.num_sampled += len(chunk.token_ids)
+            yield chunk
+
+
 class ActorEvaluation:
     """Starts an evaluation when a version is due; at most one at a time. An error is logged and ends no actor."""
 
     def __init__(self, context: RunContext, engine: Engine) -> None:
         self._context = context
-        self._engine = engine
+        self._engine = _CountedEngine(engine)
         self._task: asyncio.Task[None] | None = None
         self._seen = 0
         self._tried = 0  # newest due version for which an evaluation was started, or another actor has evaluated
@@ -36,6 +58,11 @@ class ActorEvaluation:
         if due > self._tried:
             self._tried = due
             self._task = tasks.create_task(self._run(due))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that evaluations have sampled, as far as the engine has sent them."""
+        return self._engine.num_sampled
 
     def cancel(self) -> None:
         if self._task is not None:

@@ -40,6 +40,7 @@ from pipelinerl_core.errors import (
     HubUnavailable,
     MissingObject,
     RunOver,
+    StoreUnavailable,
     SwapError,
 )
 from pipelinerl_core.interfaces import Engine, ObjectStore, Subscriber
@@ -176,7 +177,7 @@ class Actor:
                 ]
                 try:
                     await self._sync_loop(tasks, stop)
-                except HubUnavailable:
+                except (HubUnavailable, EngineError):
                     await self._log.flush()
                     raise
                 await self._log.flush()  # another actor continues the open groups from the log
@@ -232,20 +233,24 @@ class Actor:
                 self._evaluation.consider(tasks)
             for group in self._sealer.groups_to_send_again():
                 self._unsent.put_nowait(group)
-            self._check_failures()
             await self._next_sync()
+            self._check_failures()
             want = self._want() if self._is_current() else 0
 
     def _check_failures(self) -> None:
         """Raises EngineError if the engine has ended for good: another start has a new engine. Raises ConfigError,
         after which no start follows, if too many rollouts fail."""
-        if failure := getattr(self._engine, "failure", ""):
+        if failure := self._engine_failure():
             raise EngineError(failure)
         if self._errors.is_spent:
             raise ConfigError(
                 f"over 20 % of the last 200 rollouts failed; first: {self._errors.first_error}. Correct the code "
                 "and start a new run; if a service was unavailable, resume the run"
             )
+
+    def _engine_failure(self) -> str:
+        """Why the engine has ended for good; empty while it serves requests."""
+        return getattr(self._engine, "failure", "")
 
     def _exchange(self, message: Sync) -> SyncReply | None:
         """Send a sync, on the thread of the syncs; None if the hub did not know this actor, which registers again."""
@@ -288,8 +293,9 @@ class Actor:
         )
 
     def _num_tokens(self) -> int:
-        """Tokens of completions so far: sampled, and given by environments."""
-        return self._engine.stats().num_tokens + sum(counts.given for counts in self._episode_counts)
+        """Tokens of completions so far: sampled, and given by environments. Those of evaluations are left out."""
+        evaluated = 0 if self._evaluation is None else self._evaluation.num_tokens
+        return self._engine.stats().num_tokens - evaluated + sum(counts.given for counts in self._episode_counts)
 
     def _episode_counters(self) -> dict[str, int]:
         totals: Counter[str] = Counter()
@@ -355,6 +361,9 @@ class Actor:
             rollouts = await self._runner.run(lease, await self._log.restore(lease))
         finally:
             self._tasks.pop(lease.lease_id, None)
+        if self._engine_failure():  # not the group's end: another actor continues it from the log
+            self._sync_now.set()
+            return
         self._errors.add(rollouts)
         self._watch.finished(lease, rollouts, leased_at)
         group = finished_group(self._run_id, lease, rollouts, actor=self._name, epoch=self._epoch)
@@ -437,6 +446,9 @@ class Actor:
                     logger.warning("weights of version %d cannot be read: %s", manifest.version, error)
                 self._unreadable = manifest.version  # the next sync reports this: the trainer publishes again
                 await asyncio.sleep(self._sync_seconds)
+                continue
+            except StoreUnavailable as error:  # the next answer to a sync names the newest version again
+                logger.warning("weights of version %d are not read yet: %s", manifest.version, error)
                 continue
             try:
                 report = await self._engine.swap(update)

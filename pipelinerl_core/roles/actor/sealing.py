@@ -34,7 +34,7 @@ class Sealer:
         epoch: int,
         forget: Callable[[Iterable[GroupKey]], Awaitable[None]],
     ) -> None:
-        """`forget` is called with groups that are sealed, whose partial log is no longer needed."""
+        """`forget` is called with groups that are sent and sealed, whose partial log is no longer needed."""
         self._segments = segments
         self._link = link
         self._actor = actor
@@ -43,6 +43,7 @@ class Sealer:
         self._unreported: deque[Sealed] = deque()
         self._has_unreported = asyncio.Event()
         self._groups: dict[GroupKey, FinishedGroup] = {}
+        self._logged: set[GroupKey] = set()  # sealed, and in the log
         self.must_send_again = False
         """Set after a registration with a new hub, which has lost the groups that were sent but not sealed."""
 
@@ -92,15 +93,19 @@ class Sealer:
 
     async def _seal(self, *, everything: bool) -> None:
         sealed = await asyncio.to_thread(self._segments.seal if everything else self._segments.seal_due)
-        if sealed is None:
-            return
-        seq, keys = sealed
-        for key in keys:
-            if key in self._groups:
-                self._groups[key].seq = seq
-        self._unreported.append(Sealed(actor=self._actor, epoch=self._epoch, seq=seq, groups=keys))
-        self._has_unreported.set()
-        await self._forget(keys)
+        if sealed is not None:
+            seq, keys = sealed
+            for key in keys:
+                if key in self._groups:
+                    self._groups[key].seq = seq
+            self._unreported.append(Sealed(actor=self._actor, epoch=self._epoch, seq=seq, groups=keys))
+            self._has_unreported.set()
+            self._logged.update(keys)
+        # If this actor leaves before it has sent a group, the next holder of the group continues it from the log.
+        done = {key for key in self._logged if key not in self._groups or self._groups[key].is_sent}
+        self._logged -= done
+        if done:
+            await self._forget(done)
 
     async def report(self) -> None:
         """Report segments to the hub, one after the other, until cancelled."""

@@ -230,7 +230,7 @@ class Hub:
             state = "drain" if is_final else "pause" if self._ledger.must_pause(request.engine_version) else "run"
             credit = self._credit(peer, actor)
             ready_groups = self._ledger.num_ready
-            first = min(registered.actor for registered in self._state.peers.values() if registered.actor is not None)
+            evaluates = self._state.is_first(actor)
             self.swap_pauses.extend(swap.pause_seconds for swap in result.swaps)
             self.num_swaps += len(result.swaps)
         if result.stop_leases:
@@ -246,7 +246,7 @@ class Hub:
             credit=credit,
             ready_groups=ready_groups,
             swaps_acknowledged=swaps_acknowledged,
-            evaluates=actor == first,
+            evaluates=evaluates,
         )
 
     def _lease(self, grant: Grant) -> Lease:

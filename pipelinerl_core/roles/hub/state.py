@@ -141,6 +141,11 @@ class HubState:
         for peer, _ in live:
             peer.request_sync()
 
+    def is_first(self, actor: ActorKey) -> bool:
+        """Whether no other live actor has a smaller name. The caller holds the lock."""
+        others = (peer.actor for peer in self.peers.values())
+        return not any(other is not None and other < actor and not self.ledger.is_gone(other) for other in others)
+
     def _live_actors(self) -> list[tuple[PeerState, ActorKey]]:
         """Registered actors whose epoch has not left or expired. The caller holds the lock."""
         registered = ((peer, peer.actor) for peer in self.peers.values())

@@ -12,7 +12,7 @@ from pipelinerl_core.messages import FateRecord, LeaseRef, Reserved, SwapRecord
 from pipelinerl_core.types import GroupRef, Origin, PreviousHolder, WeightManifest
 from tests.builders import ManualClock, commit_record, small_config, sync_message, trained_by, weight_manifest
 
-A, B = ActorKey("actor-0", 1), ActorKey("actor-1", 1)
+A, B, C = ActorKey("actor-0", 1), ActorKey("actor-1", 1), ActorKey("actor-2", 1)
 
 
 @pytest.fixture
@@ -236,6 +236,30 @@ def test_the_groups_of_an_expelled_actor_go_to_others_and_its_next_epoch_is_admi
         ledger.register_actor(A)
     assert [(grant.group_id, grant.attempt) for grant in lease(ledger, B, want=2)] == [(0, 1), (1, 1)]
     assert lease(ledger, ActorKey("actor-0", 2), want=1)
+
+
+def test_nobody_continues_the_tokens_of_an_expelled_actor():
+    ledger, _ = leased(1)
+    again = ActorKey("actor-0", 2)
+    lease(ledger, again, want=1)  # it continues group 0 from the log of A
+    ledger.bye(again)
+    lease(ledger, B, want=2)
+    ledger.bye(B)
+    ledger.expel([again])
+    grants = lease(ledger, C, want=2)
+    holders = [grant.holders for grant in grants]
+    assert holders == [(PreviousHolder("actor-0", 1, 0),), (PreviousHolder("actor-1", 1, 0),)]
+    ledger.expel([C])
+    assert [grant.holders for grant in lease(ledger, B, want=2)] == holders
+
+
+def test_a_log_of_an_expelled_actor_that_a_restarted_hub_has_read_is_not_continued(clock):
+    ledger = new_ledger(clock, first_attempt=1000)
+    ledger.register_actor(B, [LeaseRef(group_id=1, attempt=0, lease_id="1.0.before")])  # group 0 was leased too
+    ledger.restore_holders({0: [PreviousHolder(*A, 0)]})
+    ledger.expel([A])
+    clock.now += 6
+    assert [grant.holders for grant in sync(ledger, B, want=1, leases=["1.0.before"]).leases] == [()]
 
 
 def test_nothing_is_leased_once_the_last_step_is_committed():

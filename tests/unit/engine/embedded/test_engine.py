@@ -115,6 +115,41 @@ async def test_other_tasks_run_between_the_passes_that_compute_keys_again_after_
     await engine.close()
 
 
+async def test_other_tasks_but_no_step_run_between_the_passes_that_compute_keys_again_in_a_swap(monkeypatch):
+    monkeypatch.setattr(engine_module, "prefill_batches", _separate)
+    models = {version: tiny_model(seed=version) for version in (0, 1)}
+    engine = EmbeddedEngine(tiny_model(), slots=4, max_len=64, eos_token_ids=[], kv="recompute")
+    tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", seed=i))) for i in range(3)]
+    await after_tokens(engine, 10)
+    passes, num_steps = [], {}
+    prefill = engine._decoder.prefill
+    monkeypatch.setattr(engine._decoder, "prefill", lambda *batch: passes.append(prefill(*batch)))
+    swap = asyncio.create_task(engine.swap(update_to(1, 1)))
+    while len(passes) < 3:
+        num_steps[len(passes)] = engine.stats().num_steps
+        if len(passes) == 1:
+            tasks.append(asyncio.create_task(finish(engine, ask("new", seed=3))))
+        await asyncio.sleep(0)
+    await swap
+    assert (list(num_steps), num_steps[1], len(tasks)) == ([0, 1, 2], num_steps[2], 4)
+    for completion in await asyncio.gather(*tasks):
+        expected = reference_logprobs(models, (5, 6, 7), completion, recompute=True)
+        np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kv", "is_reused"), [("keep", False), ("recompute", True)])
+async def test_a_later_turn_reuses_no_keys_of_older_weights(kv, is_reused):
+    engine = EmbeddedEngine(tiny_model(), slots=2, max_len=64, eos_token_ids=[], kv=kv)
+    first = asyncio.create_task(finish(engine, replace(ask("first"), is_turn=True)))
+    await after_tokens(engine, 10)
+    await engine.swap(update_to(1, 1))
+    prompt = (5, 6, 7, *(await first).token_ids.tolist(), 8)
+    completion = await finish(engine, replace(ask("second", prompt=prompt), is_turn=True))
+    assert (engine.stats().num_reused > 0) is is_reused
+    expected = reference_logprobs({1: tiny_model(seed=1)}, prompt, completion)
+    np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-4)
+
+
 async def test_a_prompt_that_is_fed_during_a_swap_is_fed_again_under_the_new_weights():
     """The trainer compares such rollouts with its weights, because all their tokens are of the newest version."""
     models = {version: tiny_model(seed=version) for version in (0, 1)}
@@ -295,6 +330,24 @@ async def test_a_long_prefill_is_split_and_gives_the_same_log_probabilities():
         strict=True,
     ):
         expected = reference_logprobs(reference, prompt, completion)
+        np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-4)
+
+
+async def test_a_step_admits_no_more_prompts_than_one_prefill_holds_and_every_copy(monkeypatch):
+    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 10)
+    engine = EmbeddedEngine(tiny_model(), slots=8, max_len=64, eos_token_ids=[])
+    prompts = [range(first, first + 9) for first in (0, 0, 0, 1, 2, 3)]  # 8 tokens each are prefilled
+    tasks = [
+        asyncio.create_task(finish(engine, ask(f"r{i}", prompt=prompt, seed=i))) for i, prompt in enumerate(prompts)
+    ]
+    running = []
+    for step in range(1, 4):
+        while engine.stats().num_steps < step:  # noqa: ASYNC110 - one turn is one step of the engine
+            await asyncio.sleep(0)
+        running.append(engine.stats().running)
+    assert running == [4, 6, 6]
+    for prompt, completion in zip(prompts, await asyncio.gather(*tasks), strict=True):
+        expected = reference_logprobs({0: tiny_model()}, prompt, completion)
         np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-4)
 
 

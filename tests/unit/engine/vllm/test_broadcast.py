@@ -3,12 +3,14 @@
 import asyncio
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from pipelinerl_core.engine.vllm import engine as engine_module
 from pipelinerl_core.engine.vllm.core import CoreLoad, CoreOutput
 from pipelinerl_core.engine.vllm.engine import VLLMEngine
 from pipelinerl_core.errors import EngineError, SwapError
@@ -331,3 +333,23 @@ async def test_a_group_that_is_joined_while_a_swap_drains_serves_no_version_of_t
     await engine.close()
     assert core.loaded == [(81, 2)]
     assert core.num_starts == 0
+
+
+async def test_a_full_cache_lowers_the_limit_once_per_report_of_the_core_and_so_not_again_in_a_pause(monkeypatch):
+    seconds, limits = iter(range(0, 1000, 10)), []
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    core = BusyCore()
+    engine = VLLMEngine(core, Staged(), slots=10, max_len=8, vocab_size=8, eos_token_ids=())
+    await engine.open()
+    requests = [replace(REQUEST, request_id=f"r{i}") for i in range(10)]
+    sequences = [asyncio.create_task(anext(engine.generate(request))) for request in requests]
+    await core.runs.wait()
+    engine.set_paused(True)
+    for core.load.num_steps in (1, 1, 1, 2):
+        core.load.kv_usage = 0.99
+        limits.append(engine.stats().slots)
+    assert limits == [8, 8, 8, 6]
+    engine.set_paused(False)
+    core.may_end.set()
+    await asyncio.gather(*sequences)
+    await engine.close()

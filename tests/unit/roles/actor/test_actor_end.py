@@ -7,15 +7,19 @@ import asyncio
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from pipelinerl_core.data.partials import PartialReader
 from pipelinerl_core.data.segments import SealedSegment
-from pipelinerl_core.errors import HubUnavailable, RunOver, StoreError
-from pipelinerl_core.messages import Ack, Refused, SyncReply
+from pipelinerl_core.errors import EngineError, HubUnavailable, RunOver, StoreError
+from pipelinerl_core.messages import Ack, Lease, Refused, SyncReply
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.actor.finished_group import FinishedGroup
 from pipelinerl_core.roles.actor.loop import Actor, ActorParts
 from pipelinerl_core.roles.actor.sealing import Sealer
+from pipelinerl_core.rollouts.player import SingleTurns, TextCodec
+from pipelinerl_core.types import Chunk, Completion, FinishReason, Outcome, PreviousHolder, Prompt, WeightSpan
 from tests.builders import group_named
 from tests.fakes import MemoryStore
 from tests.unit.roles.actor.actor_case import NO_PLAYERS
@@ -123,6 +127,24 @@ async def test_a_group_whose_segment_a_new_hub_learns_first_is_still_offered():
     assert again.seq == 0
     group_sealer.confirm(again)  # the new hub has it, and where it lies
     assert group_sealer.lease_refs() == group_sealer.groups_to_send_again() == []
+
+
+async def test_the_log_of_a_sealed_group_is_kept_until_the_group_is_sent():
+    """Otherwise the next holder samples the group from the start, if this actor leaves without credit for it."""
+    forgotten = []
+
+    async def forget(keys):
+        forgotten.extend(sorted(keys))
+
+    group_sealer, unsent, sent = sealer(Link(), Segments(), forget), group(0), group(1, is_sent=True)
+    for finished in (unsent, sent, group(2)):
+        group_sealer.add(finished)
+    await group_sealer.seal(everything=True)
+    assert forgotten == [(1, 0)]
+    unsent.is_sent = True
+    group_sealer.confirm(unsent)
+    await group_sealer.close()
+    assert forgotten == [(1, 0), (0, 0)]
 
 
 async def test_a_store_that_fails_ends_no_sequence_and_loses_no_group():
@@ -253,6 +275,67 @@ def test_an_actor_that_is_stopped_before_any_hub_answers_ends():
 
 def test_an_actor_whose_hub_stays_away_writes_its_log_before_the_failure():
     assert run_actor(Link(said(HubUnavailable("away"))), threading.Event()) == [False, "HubUnavailable"]
+
+
+class FailingEngine(Engine):
+    """Ends the first rollout of a group after two tokens, and fails for good after two tokens of the second."""
+
+    failure = ""
+
+    async def generate(self, request):
+        ids, logprobs = np.array([1, 2], np.int32), np.zeros(2, np.float32)
+        whole = Completion(
+            token_ids=ids,
+            rollout_logprobs=logprobs,
+            weight_spans=(WeightSpan(0, 0, 2),),
+            finish_reason=FinishReason.STOP,
+        )
+        is_first = request.request_id.endswith(".0")
+        yield Chunk(
+            request_id=request.request_id,
+            token_ids=ids,
+            rollout_logprobs=logprobs,
+            weight_version=0,
+            completion=whole if is_first else None,
+        )
+        if not is_first:
+            self.failure = "the engine failed: OutOfMemoryError"
+            raise EngineError(self.failure)
+
+    def flush(self):
+        pass
+
+
+class Scorer:
+    async def score(self, prompt, text, completion=None):
+        return 1.0
+
+
+def test_an_engine_that_fails_ends_no_group_and_its_tokens_are_in_the_log():
+    """Otherwise each group is `failed`, or is trained with only its short rollouts."""
+    store, segments, engine = MemoryStore(), Segments(), FailingEngine()
+    config = load_config("quickstart")
+    codec = TextCodec(encode=lambda prompt: np.array([1], np.int32), decode=str)
+    prompt = Prompt(prompt_id="p", source="sums", env="sums", text="1+2=")
+    lease = Lease(group_id=4, attempt=0, lease_id="4.0", deadline_seconds=0.0, group_size=2, prompt=prompt)
+    answer = SyncReply(re=0, boot_id="boot", leases=(lease,))
+    link = Link(lambda message: answer if message.kind == "sync" else Ack(re=0))
+    players = {"": SingleTurns(engine, Scorer(), codec, config)}
+
+    async def main():
+        parts = ActorParts(engine=engine, players=players, subscriber=None, segments=segments, store=store)
+        tested_actor = Actor(config, parts, run_id="run", name="a", epoch=1, link=lambda _: link)
+        await asyncio.wait_for(tested_actor.run(threading.Event()), SECONDS)
+
+    with pytest.RaisesGroup(pytest.RaisesExc(EngineError, match="OutOfMemoryError")):
+        asyncio.run(main())
+    logged = PartialReader(store).read_continuations(4, [PreviousHolder("a", 1, 0)])
+    assert {index: (len(row.token_ids), row.outcome) for index, row in logged.items()} == {
+        0: (2, Outcome.SCORED),
+        1: (2, None),
+    }
+    assert {message.kind for message in link.told} == {"register", "sync"}
+    assert segments.num_sealed == 0
 
 
 def test_a_hub_that_is_lost_while_an_actor_registers_again_is_looked_for():

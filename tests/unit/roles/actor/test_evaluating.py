@@ -9,6 +9,7 @@ from pipelinerl_core.errors import StoreError
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.actor import evaluating
 from pipelinerl_core.roles.actor.evaluating import ActorEvaluation
+from pipelinerl_core.roles.actor.loop import Actor
 from pipelinerl_core.run.records import eval_key
 from tests.fakes import MemoryStore
 
@@ -70,6 +71,28 @@ async def test_each_due_version_is_evaluated_once_by_an_engine_with_that_or_a_la
         await settle()
         assert built.begun[2:] == [(40, 16)], "version 30 is due, and the engine has version 40"
         actor.evaluation.cancel()
+
+
+async def test_tokens_that_an_evaluation_samples_are_counted_apart(actor, monkeypatch):
+    """The actor does not report them: the ledger would count them as in flight, and after its end as superseded."""
+
+    class Sampling(Evaluation):
+        async def run(self, num_prompts):
+            async for _ in self.engine.generate(None):
+                pass
+
+    async def generate(request):
+        for num in (3, 4):
+            yield SimpleNamespace(token_ids=[1] * num)
+
+    monkeypatch.setattr(evaluating, "Evaluation", Sampling)
+    actor.engine.generate, actor.engine.weight_version = generate, 10
+    async with asyncio.TaskGroup() as tasks:
+        actor.evaluation.consider(tasks)
+    assert actor.evaluation.num_tokens == 7
+    actor.engine.stats = lambda: SimpleNamespace(num_tokens=100)
+    loop = SimpleNamespace(_engine=actor.engine, _evaluation=actor.evaluation, _episode_counts=[])
+    assert Actor._num_tokens(loop) == 93
 
 
 async def test_a_version_that_another_actor_has_evaluated_is_left_out(actor):

@@ -5,10 +5,11 @@ Each test runs one loop alone: the test sets the attributes that the other loops
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from pipelinerl_core.errors import EngineError, SwapError
+from pipelinerl_core.errors import EngineError, StoreUnavailable, SwapError
 from pipelinerl_core.roles.actor.finished_group import FinishedGroup
 from tests.builders import group_named, weight_manifest
 from tests.unit.roles.actor.actor_case import Engine, Link, actor, turns
@@ -61,6 +62,27 @@ async def test_a_failed_swap_is_repeated_and_the_third_failure_ends_the_actor(fa
             await loop
     loop.cancel()
     assert (engine.weight_version, len(tested_actor._swaps)) == ((0, 0) if is_given_up else (7, 1))
+
+
+async def test_weights_that_a_store_cannot_give_now_are_read_at_a_later_sync_and_not_published_again():
+    def fetch(manifest):
+        fetched.append(manifest.version)
+        if len(fetched) < 3:
+            raise StoreUnavailable("503")
+        return SimpleNamespace(version=manifest.version)
+
+    engine, fetched = Engine(failures=0), []
+    tested_actor = actor(Link(), engine)
+    tested_actor._subscriber.fetch = fetch
+    loop = asyncio.create_task(tested_actor._swap_loop())
+    for number in (1, 2, 3):  # the hub offers the newest version with every sync
+        tested_actor._newest = weight_manifest(7)
+        tested_actor._newer.set()
+        await until(lambda number=number: loop.done() or len(fetched) == number, "an attempt")
+        assert tested_actor._unreadable == -1
+    await until(lambda: loop.done() or engine.weight_version == 7, "a swap")
+    assert not loop.done()
+    loop.cancel()
 
 
 def test_an_engine_that_has_ended_for_good_ends_its_actor_which_may_start_again():

@@ -349,6 +349,15 @@ def test_one_actor_evaluates_and_another_actor_after_its_end(talk):
     assert talk("b", second).evaluates
 
 
+def test_an_actor_evaluates_although_the_exchange_of_a_dead_actor_looks_alive(talk):
+    talk.hub.connected("b", talk.request_sync)
+    talk("b", Register(role="actor", name="actor-1", epoch=1))
+    second = sync_message(engine_version=0, want=0, leases=())
+    assert not talk("b", second).evaluates
+    talk.ledger.bye(ActorKey("actor-0", 1))  # as `expire` and a newer epoch do
+    assert talk("b", second).evaluates
+
+
 def test_april_pauses_every_engine_from_the_nth_ready_group_until_the_engine_has_the_new_weights(tmp_path):
     talk = Talk(str(tmp_path), config=APRIL)
     talk.register()
