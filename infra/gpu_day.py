@@ -98,7 +98,7 @@ LOAD = ("--dtype", "bfloat16", "--slots", "64", "256", "--max-tokens", "256")
 STAGES: dict[int, tuple[str, tuple[Part, ...]]] = {
     1: ("imports, kernels, engine and attention", (
         day("imports", "imports", 60, toy=()),
-        day("kernels", "kernels", 200, toy=()),
+        day("kernels", "kernels", 240, toy=()),
         *both_dtypes("engine", "embedded", toy=SMALL),
         *both_dtypes("attention", toy=("--size", "tiny", "--tokens", "64")),
     )),

@@ -10,7 +10,7 @@ async def play(self, task, ask, seed):
 import asyncio
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -134,7 +134,8 @@ class Ask:
     async def once(self, key: str, fetch: Callable[[], Awaitable[Any]]) -> Any:
         """The value of `fetch`, an async function without parameters, which is called once per key and episode.
 
-        If the process ends and the episode is played again, the recorded value is returned. The value is JSON.
+        If the process ends and the episode is played again, the recorded value is returned, unless it followed a turn
+        that is sampled again. The value is JSON.
         """
         if self._is_closed:
             raise AskError("ask.once was called after the end of its episode")
@@ -150,6 +151,11 @@ class Ask:
                     raise self._misused(str(error)) from None
                 self._recorded[key] = json.loads(text)
         return self._recorded[key]
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Drop recorded values: they followed turns that are sampled again."""
+        for key in keys:
+            self._recorded.pop(key, None)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -50,7 +50,7 @@ class UserEnvironment:
         request: the row of a prompt; or with the class's own tasks {"index": i} or {"held_out": i, "of": count}.
         """
         if not self.has_tasks:
-            return json_text(request)
+            return json_text(request, is_sorted=False)
         if "index" in request:
             return self._json(self._instance.task(request["index"]), "task")
         count = request["of"]
@@ -144,7 +144,7 @@ class UserEnvironment:
 
     def _json(self, value: Any, name: str) -> str:
         try:
-            return json_text(value)
+            return json_text(value, is_sorted=False)
         except (TypeError, ValueError, RecursionError) as error:
             place = _place(getattr(self._instance, name))
             raise Invalid(f"{name} returned {type(value).__name__} that is not JSON: {error}{place}") from None

@@ -105,9 +105,11 @@ class _Judge:
     async def played(self, task: Mapping[str, Any], transcript: Transcript) -> Played:
         """The scored episode. Raises RewardError."""
         text = json.loads(transcript.text)[self._field].strip()
-        asked = task.get("prompt", "")
-        messages = tuple(asked) if isinstance(asked, list) else ()
-        prompt = Prompt(prompt_id="", source="", env=self._env, text=str(asked), messages=messages, task=dict(task))
+        asked, messages = str(task.get("prompt", "")), task.get("prompt_messages")
+        prompt = Prompt(
+            prompt_id="", source="", env=self._env, text=asked, task=dict(task),
+            messages=tuple(messages) if isinstance(messages, list) else (),
+        )  # fmt: skip
         score = await self._scorer.score(prompt, text)
         components = score.components or (RewardComponent("reward", score),)
         return Played(score=Score(score, components))

@@ -278,6 +278,7 @@ class EnvironmentProcess(SupervisedChild[_Episode]):
         self, identity: int, episode: _Episode, host: EpisodeHost, messages: list[dict[str, Any]],
         tools: list[dict[str, Any]], after: int,
     ) -> None:  # fmt: skip
+        recorded = set(host.once)
         try:
             reply = await host.ask(messages, tools, after)
         except asyncio.CancelledError:
@@ -289,6 +290,8 @@ class EnvironmentProcess(SupervisedChild[_Episode]):
                 episode.future.set_exception(error)
             return
         episode.asking = None
+        if forgotten := recorded - host.once.keys():
+            self._send(as_line({"forget": identity, "keys": sorted(forgotten)}))
         self._send(as_line({"spent": identity} if reply is None else {"reply": identity, **_fields(reply)}))
 
 

@@ -7,6 +7,7 @@ in   {"play": 7, "task": {"index": 3}, "seed": 1, "once": {}}
 out  {"task": 7, "value": {...}}                   a task of the environment's own, if it is not too long; no answer
 out  {"ask": 7, "messages": [...], "tools": [], "after": -1}     new messages only; after: the turn before them, or -1
 in   {"reply": 7, "text": "5", ...}                fields of api.Reply; or {"spent": 7}
+in   {"forget": 7, "keys": ["weather"]}            before a reply: values that followed turns that are sampled again
 out  {"once": 7, "key": "weather", "value": ...}   no answer
 out  {"done": 7, "components": {"solved": 1.0}, "turn_rewards": []}; or {"cut": 7}; or
 out  {"played": 7, "transcript": "[5]", "num_turns": 2}  JSON text, if the environment scores groups; or
@@ -101,6 +102,8 @@ class Episode:
         self.reply: asyncio.Future[Reply | None] | None = None
         self.call_seconds = 0.0
         self.all_seconds = 0.0
+        self.step_seconds = 0.0
+        """Time since the last heartbeat that is charged already."""
         self.is_over = False
 
     @property
@@ -211,6 +214,9 @@ class Worker:
                 self._start(Episode(identity), self._score_group(identity, request))
             case {"reply": int() as identity, **fields}:
                 self._answer(identity, Reply(**fields))
+            case {"forget": int() as identity, "keys": list() as keys}:
+                if (episode := self._episodes.get(identity)) is not None and episode.ask is not None:
+                    episode.ask.forget(keys)
             case {"spent": int() as identity}:
                 self._answer(identity, None)
             case {"cancel": int() as identity} if identity in self._episodes:
@@ -262,9 +268,12 @@ class Worker:
         task = environment.task(request["task"])
         if environment.has_tasks and len(task) <= MAX_SHOWN_TASK:
             self.send(f'{{"task":{episode.identity},"value":{task}}}'.encode())
+        is_cut = False
         try:
             transcript = await environment.play(task, ask, request["seed"])
-        except BudgetSpent:
+        except* BudgetSpent:  # also of a task in a task group
+            is_cut = True
+        if is_cut:
             return {"cut": episode.identity}
         ask.close()
         _check_tasks(episode, "play")
@@ -336,17 +345,21 @@ class Worker:
         now = monotonic()
         if (seconds := now - self._since) > BEAT_SECONDS:  # shorter steps are charged by the heartbeat
             episode.charge(seconds)
+            episode.step_seconds += seconds
         self._since = now
         self._running.set(NO_EPISODE, now)
 
     def _beat(self) -> None:
-        """Charge the episodes that have the turn, with at most two intervals: if the loop was blocked, they are not
-        the cause."""
+        """Charge the episodes that have the turn, with at most two intervals besides their own steps: if the loop was
+        blocked longer, they are not the cause."""
         now = monotonic()
-        elapsed, self._last_beat, self._since = min(now - self._last_beat, 2 * BEAT_SECONDS), now, now
+        elapsed, self._last_beat, self._since = now - self._last_beat, now, now
         self._running.set(NO_EPISODE, now)
-        for episode in [episode for episode in self._episodes.values() if episode.has_turn]:
-            episode.charge(elapsed)
+        for episode in list(self._episodes.values()):
+            waited, episode.step_seconds = elapsed - episode.step_seconds, 0.0
+            if not episode.has_turn:
+                continue
+            episode.charge(min(waited, 2 * BEAT_SECONDS))
             if reason := episode.exceeded(self._prepare):
                 place = _place_of_await(episode.coroutine, self._environment.file)
                 self._fail(episode, f"{reason}{place}", is_timeout=True)

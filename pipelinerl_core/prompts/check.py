@@ -113,8 +113,9 @@ def _first_line(config: RunConfig, source: PromptSource, tokenizer: Any) -> str:
             f"model.chat_template=true, but the chat template of model.path changes the text of the prompt "
             f"{first.text[:60]!r} to {texts[0][:120]!r}. Correct the template, or set model.chat_template=false"
         )
-    answer = f"; reference answer {str(first.task['answer'])[:60]!r}" if "answer" in first.task else ""
-    return f"the first prompt, as the model sees it: {_shortened(texts[0])!r}{answer}"
+    answer = first.task.get("answer")
+    reference = "" if answer is None else f"; reference answer {str(answer)[:60]!r}"
+    return f"the first prompt, as the model sees it: {_shortened(texts[0])!r}{reference}"
 
 
 def _end_lines(directory: Path, tokenizer: Any) -> list[str]:

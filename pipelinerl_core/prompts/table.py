@@ -38,6 +38,8 @@ class Rows:
         self._is_own = bool(config.reward.function or config.environment.path)
         """Code of the user takes the answers: lists and objects too, or none."""
         self._is_optional = self._is_own and section.answer_column == DEFAULT_ANSWER_COLUMN
+        self._is_nullable = self._is_optional and bool(config.reward.function)
+        """Parquet has null for a missing field. Environments such as builtin:math would take None for an answer."""
         self._key = "prompts.template: column" if section.template else "prompts.prompt_column"
         self._template = _template_parts(section.template) if section.template else [("", section.prompt_column)]
         self.ids: list[str] = []
@@ -133,14 +135,15 @@ class Rows:
         return "".join(literal + ("" if column is None else next(left)) for literal, column in self._template)
 
     def _messages(self, record: Record) -> tuple[dict[str, Any], ...]:
-        """The messages of the prompt's column, if it has messages; without a template."""
-        value = _value(record, self._template[0][1] or "") if len(self._template) == 1 else None
+        """The messages of the prompt's column, if it has messages and the prompt is this column alone."""
+        literal, column = self._template[0]
+        value = None if literal or len(self._template) > 1 else _value(record, column or "")
         return tuple(value) if isinstance(value, list) else ()
 
     def _answer(self, row: int, record: Record) -> Any:
         """The answer as text, or, for code of the user, a list or object as it is; None: there is none."""
         value = _value(record, self._answer_column)
-        if self._is_optional and value is _MISSING:
+        if (self._is_optional and value is _MISSING) or (self._is_nullable and value is None):
             return None
         if self._is_own and isinstance(value, list | Mapping):
             return value

@@ -12,6 +12,9 @@ import numpy as np
 from pipelinerl_core.rewards.verifiers import Components
 from pipelinerl_core.sandbox.user_code import Invalid, checked_components, finite_number, keywords, load
 
+_RUNNER = asyncio.Runner()
+"""Of the process: a client that the user's module shares has connections of one event loop."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionSpec:
@@ -108,7 +111,7 @@ class RewardFunction:
         values = {name: value for name, value in available.items() if self._takes_all or name in self._is_required}
         result = self._function(**values)
         if inspect.iscoroutine(result):
-            result = asyncio.run(result)
+            result = _RUNNER.run(result)
         if self._form is _trl:
             result = self._only(result)
         return self._checked(result)

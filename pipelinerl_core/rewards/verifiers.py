@@ -36,8 +36,11 @@ Verifier = Callable[[str, Mapping[str, Any]], float | Evaluation | Components]
 
 _BOX_OR_BRACE = re.compile(r"\\boxed\{|[{}]")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-# A sign counts unless the sign joins two words or numbers, as in "10-20".
-_NUMBER = re.compile(r"(?:(?<!\w)[-\u2212])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+# A sign counts unless the sign joins two words or numbers, as in "10-20"; a point begins a number unless it follows
+# a word, a number or a point, as in "v.2".
+_NUMBER = re.compile(
+    r"(?:(?<!\w)[-\u2212])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
+)
 
 
 def sums(text: str, task: Mapping[str, Any]) -> float:
@@ -84,7 +87,7 @@ def _last_number(text: str) -> tuple[bool, str, str] | None:
     number = matches[0][0]
     digits, _, decimals = number.lstrip("-\u2212").replace(",", "").partition(".")
     digits, decimals = digits.lstrip("0"), decimals.rstrip("0")
-    return not number[0].isdigit() and bool(digits or decimals), digits, decimals
+    return number[0] in "-\u2212" and bool(digits or decimals), digits, decimals
 
 
 def _final_answer(text: str) -> str:
@@ -107,6 +110,6 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _normalised(answer: str) -> str:
-    """Strip outer space, dollar signs, a final point and thousands separators; collapse runs of space."""
+    """Strip outer space, dollar signs, final points and thousands separators; collapse runs of space."""
     text = " ".join(answer.split())
-    return _THOUSANDS.sub("", text.strip("$").rstrip(".").strip())
+    return _THOUSANDS.sub("", text.rstrip("$. ").lstrip("$ "))

@@ -70,7 +70,7 @@ def main() -> None:
         )
         if spec.is_sealed:
             isolation.seal(isolation.Policy(forks=spec.forks, network=spec.network))
-    except Exception as error:  # noqa: BLE001  (a user's module raises anything)
+    except BaseException as error:  # noqa: BLE001  (a user's module raises anything, also SystemExit)
         write_all(replies, as_line({"failed": failure_line(error)}))
         return
     evaluator = forked.Evaluator(lambda line: _evaluation(verifier, line), warm_up, limits)
@@ -96,7 +96,8 @@ def _loaded(location: str, prepare: Any) -> tuple[Verifier, Callable[[], object]
 
 def _reply(verifier: Verifier, line: bytes, evaluator: forked.Evaluator) -> dict[str, Any]:
     request = json.loads(line)
-    caught = _caught(lambda: _scored(verifier, request, line, evaluator), getattr(verifier, "file", ""))
+    file = getattr(verifier, "file", "")
+    caught = _caught(lambda: _scored(verifier, request, line, evaluator), BaseException, file)
     return {"id": request["id"], **caught}
 
 
@@ -123,15 +124,15 @@ def _evaluation(verifier: Verifier, line: bytes) -> dict[str, Any]:
         verdict = verifier(request["text"], request["task"])
         return {"reward": verdict.score() if isinstance(verdict, Evaluation) else verdict}
 
-    return _caught(scored)
+    return _caught(scored, Exception)  # a text that exits ends the fork, and has no result
 
 
-def _caught(scored: Callable[[], dict[str, Any]], file: str = "") -> dict[str, Any]:
+def _caught(scored: Callable[[], dict[str, Any]], failures: type[BaseException], file: str = "") -> dict[str, Any]:
     """The result with its reward as a float, or the failure."""
     try:
         result = scored()
         reward = finite_or_none(result.get("reward", 0.0))
-    except Exception as error:  # noqa: BLE001  (the boundary: whatever a verifier raises is data)
+    except failures as error:  # the boundary: whatever a verifier raises is data
         return {"error": failure_line(error, file), **({} if isinstance(error, Invalid) else {"raised": True})}
     if reward is None:
         return {"error": "the reward is not a finite number"}

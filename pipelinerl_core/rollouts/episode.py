@@ -17,7 +17,7 @@ The log holds the tokens, and notes (JSON texts):
 ["turn", 17]                 a turn begins at offset 17; the tokens since the end of the previous turn were given
 ["turn", 60, 25]             the same, where the given tokens from offset 25 on begin a branch
 ["end", 25, "stop"]          the turn ends before offset 25
-["once", "weather", "rain"]  a value that the environment has recorded
+["once", "weather", "rain", 1]  a value that the environment has recorded after 1 turn; older logs lack the number
 ["turn_rewards", [0.5, 1]]   the parts of the reward that belong to single turns
 ["task", "{...}"]            the environment's task, as in Rollout.task
 ["transcript", "[5]", 2]     the result of an episode that is scored with its group: JSON, and the number of turns
@@ -39,6 +39,7 @@ import numpy as np
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import EngineError, EnvironmentFailed, EnvironmentTimeout, RewardError
 from pipelinerl_core.interfaces import ChatCodec, Engine, Environments
+from pipelinerl_core.models.paths import resolve_model_path, within_context
 from pipelinerl_core.rollouts.group_scoring import GroupScoring
 from pipelinerl_core.rollouts.player import NO_PROMPT, EpisodeCounts, Sample, Sampled
 from pipelinerl_core.rollouts.progress import Progress
@@ -93,8 +94,10 @@ class Episode:
         request_id: str,
         sampler: Sampler,
         counts: EpisodeCounts,
+        max_len: int,
     ) -> None:
-        """progress: the episode so far, from its log, if the episode is played again."""
+        """progress: the episode so far, from its log, if the episode is played again. max_len: tokens that the engine
+        allows in a context."""
         self._engine = engine
         self._chat = chat
         self._config = config
@@ -102,6 +105,7 @@ class Episode:
         self._request_id = request_id
         self._sampler = sampler
         self._counts = counts
+        self._max_len = max_len
         self._prompt: Int32Array | None = None
         self._turns: list[_Turn] = []
         self._asked = 0
@@ -127,7 +131,7 @@ class Episode:
 
     def record(self, key: str, value: Any) -> None:
         self.once[key] = value
-        self._progress.note(json.dumps(["once", key, value]))
+        self._progress.note(json.dumps(["once", key, value, self._asked]))
 
     def describe(self, task: Any) -> None:
         if not self.task:
@@ -189,21 +193,26 @@ class Episode:
         )
 
     def _drop_from(self, index: int) -> None:
-        """Drop turn `index` and all after it: the environment has acted differently than in the log."""
+        """Drop turn `index`, all after it and what was recorded after it: the environment has acted differently than
+        in the log."""
         num_kept = self._turns[index - 1].end if index else 0
         assert num_kept is not None
         num_dropped = self._progress.num_tokens - num_kept
         logger.warning(
-            "%s: the environment acts differently than in the log from turn %d on; %d tokens are sampled again",
+            "%s: the environment acts differently than in the log from turn %d on; %d tokens are dropped",
             self._request_id, index, num_dropped,
         )  # fmt: skip
         self._counts.dropped += num_dropped
-        notes, num_turns = [], 0
+        notes, num_turns, self.once = [], 0, {}
         for note in self._progress.notes:
-            kind = json.loads(note)[0]
+            kind, *values = json.loads(note)
             num_turns += kind == "turn"
-            if kind in ("once", "task") or (num_turns <= index and index):
+            # A repeated play records values while the log has later turns already.
+            before = values[2] if kind == "once" and len(values) > 2 else num_turns
+            if kind == "task" or (before <= index and (index or kind == "once")):
                 notes.append(note)
+                if kind == "once":
+                    self.once[values[0]] = values[1]
         self._progress.truncate(num_kept, tuple(notes))
         del self._turns[index:]
 
@@ -229,21 +238,19 @@ class Episode:
         """Tokens that a context which begins at offset `context` may still have at offset `end`.
 
         All contexts share rollouts.max_tokens, without the tokens with which branches begin: those already there,
-        and `opening` further ones. The engine limits each context to the length of a prompt and its completion.
+        and `opening` further ones. The engine limits each context.
         """
         limits, starts = self._config.rollouts, self.branch_starts
         openings = sum(next(turn.start for turn in self._turns if turn.context == start) - start for start in starts)
         length = end - context if context else len(self.prompt_token_ids) + end
-        return min(
-            limits.max_tokens - (end - openings - opening),
-            limits.max_prompt_tokens + limits.max_tokens - length,
-        )
+        return min(limits.max_tokens - (end - openings - opening), self._max_len - length)
 
     async def _sample(self, index: int, turn: _Turn) -> None:
         """Sample a turn, or the rest of a turn whose first tokens are in the log."""
         whole = self._progress.completion()
         assert self._prompt is not None
-        room, limit = self._room(turn.context, turn.start), self._config.environment.turn_tokens
+        # At least 1, so that the engine refuses first messages that fill the context.
+        room, limit = max(1, self._room(turn.context, turn.start)), self._config.environment.turn_tokens
         request = EngineRequest(
             request_id=f"{self._request_id}.t{index}",
             prompt_token_ids=self._context(turn.context, turn.start),
@@ -290,8 +297,15 @@ class Episode:
         """Parts of the reward by turn, one per turn_spans; empty without such parts or with one turn."""
         return self._turn_rewards if len(self.turn_spans) > 1 else ()
 
+    @property
+    def has_turn(self) -> bool:
+        """Whether the environment has had a turn of the model since it began to play."""
+        return self._asked > 0
+
     def end(self, played: Played) -> None:
         """Store the result. Raises EnvironmentFailed if it does not belong to these turns."""
+        if self.transcript is None:
+            self._drop_unplayed()
         if not self.loss_mask.any():
             raise EnvironmentFailed("the episode ended without a turn of the model: play has not called ask")
         if played.turn_rewards and len(played.turn_rewards) != len(self._turns):
@@ -304,8 +318,14 @@ class Episode:
 
     def ended(self, transcript: Transcript) -> None:
         """Store the transcript; the reward follows when all episodes of the group have ended."""
+        self._drop_unplayed()
         self.transcript = transcript
         self._progress.note(json.dumps(["transcript", *transcript]))
+
+    def _drop_unplayed(self) -> None:
+        """Drop the turns of the log that the environment has not asked for: it has ended earlier."""
+        if self._asked < len(self._turns):
+            self._drop_from(self._asked)
 
     @property
     def loss_mask(self) -> BoolArray:
@@ -350,6 +370,9 @@ class EpisodePlayer:
         self._chat = chat
         self.config = config
         self.counts = EpisodeCounts()
+        longest = config.rollouts.max_prompt_tokens + config.rollouts.max_tokens
+        directory = resolve_model_path(config.model.path)
+        self._max_len = within_context(directory, longest) if directory else longest  # as the engines do
 
     def begin(self, prompt: Prompt, size: int) -> Sample:
         """See `Player.begin`. Nothing is played if the log has the reward.
@@ -371,10 +394,10 @@ class EpisodePlayer:
                 error = f"engine: {failure}"
             except RewardError as failure:
                 error = f"environment: {failure}"
-                is_late = isinstance(failure, EnvironmentTimeout) and bool(episode.loss_mask.any())
+                is_late = isinstance(failure, EnvironmentTimeout) and episode.has_turn
             if is_late:
                 episode.end(late)
-            elif error is not None:
+            elif error is not None and not getattr(self._engine, "failure", ""):  # else another actor plays on
                 progress.finish(FinishReason.ABORT)
                 progress.score(None)
             return Sampled(
@@ -394,7 +417,7 @@ class EpisodePlayer:
     def episode(self, progress: Progress, *, request_id: str, sampler: Sampler) -> Episode:
         return Episode(
             self._engine, self._chat, self.config, progress, request_id=request_id, sampler=sampler,
-            counts=self.counts,
+            counts=self.counts, max_len=self._max_len,
         )  # fmt: skip
 
     def group(self, prompt: Prompt, size: int) -> GroupScoring:
@@ -428,11 +451,15 @@ class EpisodePlayer:
 
 def task_of(config: RunConfig, prompt: Prompt) -> Mapping[str, Any]:
     """What an environment gets: the position of a task of its own, or the row of a prompt with the prompt's text,
-    and the conversation of a prompt as `messages`."""
+    and the conversation of a prompt as `messages`.
+
+    A row may have a column `messages` of its own: the scorer of agent programs reads `prompt_messages`.
+    """
     if config.prompts.from_environment:
         return prompt.task
     messages = {"messages": list(prompt.messages)} if prompt.messages else {}
-    return {**messages, **prompt.task, "prompt": prompt.text}
+    judged = {"prompt_messages": list(prompt.messages)} if prompt.messages and config.environment.is_judged else {}
+    return {**messages, **prompt.task, "prompt": prompt.text, **judged}
 
 
 def first_tokens(

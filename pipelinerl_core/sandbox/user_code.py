@@ -111,15 +111,18 @@ def failure_line(error: BaseException, file: str = "") -> str:
     """Type, first line of the message, and file and line of an exception: the innermost in the user's file, if any.
 
     file: of the user's module. The code of a stored file is compiled under a name without directory. An Invalid has
-    its message only.
+    its message only. A group, as asyncio.TaskGroup raises, is told as its first exception.
     """
+    frames = traceback.extract_tb(error.__traceback__)
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+        frames += traceback.extract_tb(error.__traceback__)
     try:
         message = (str(error).splitlines() or [""])[0]
     except Exception:  # noqa: BLE001  (an exception class of the user has a __str__ that raises)
         message = ""
     if isinstance(error, Invalid):
         return message[:500]
-    frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if is_own(frame.filename, file)]
     shown = (own or [frame for frame in frames if frame.filename[0] != "<"] or frames)[-1]
     name, line = shown.filename, shown.lineno

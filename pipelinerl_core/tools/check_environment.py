@@ -113,6 +113,8 @@ async def _trial(environments: EnvironmentPool, config: RunConfig, prompt: Promp
 
 def _hint(error: str) -> str:
     """The change that allows a call which the isolation has refused; empty for other errors."""
+    if "can't start new thread" in error:
+        return ". The environment may start no threads (asyncio.to_thread), unless environment.network=true"
     if "Operation not permitted" in error:
         return ". If the environment needs the network, set environment.network=true"
     if "Permission denied" in error:

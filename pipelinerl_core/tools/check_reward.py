@@ -28,8 +28,9 @@ async def check(config: RunConfig, prompt: Prompt, code: str | None) -> list[str
         ),
         code,
     )
+    answer = prompt.task.get("answer")
     try:
-        for text in dict.fromkeys((str(prompt.task.get("answer", "")), "")):
+        for text in dict.fromkeys(("" if answer is None else str(answer), "")):
             try:
                 await scorer.score(prompt, text)
             except FunctionRaised as error:

@@ -4,6 +4,7 @@ The files are in the cache, $PIPELINERL_CACHE or ~/.cache/pipelinerl.
 """
 
 import ast
+import dis
 import hashlib
 import inspect
 import io
@@ -128,9 +129,9 @@ def _is_literal(value: Any) -> bool:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Global names and attributes that code uses, with the code of functions in it."""
+    """Global names that code uses, with the code of functions in it; not its attributes, as co_names has them."""
     return {
-        *code.co_names,
+        *(step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")),
         *(name for inner in code.co_consts if isinstance(inner, CodeType) for name in _names(inner)),
     }
 

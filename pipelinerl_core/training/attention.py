@@ -48,6 +48,10 @@ FLOAT32_ATTENTION = "pipelinerl_float32"
 VARLEN_ATTENTION = "pipelinerl_varlen"
 FLEX_ATTENTION = "pipelinerl_flex"
 
+_NO_DECODING = {"FORCE_USE_FLEX_ATTENTION": True}
+"""For a pack shorter than a block torch would take the kernel for decoding, which has no configuration for many
+numbers of tokens and heads ("No choices exist for backend")."""
+
 
 class _Take(torch.autograd.Function):
     """Rows of a table [rows, F]. The indices are unique, so backward can copy; torch's own index_select would add."""
@@ -221,6 +225,7 @@ def flex_packed_attention(
         block_mask=block_mask(layout, sliding_window),
         scale=scaling,
         enable_gqa=key_BHTD.shape[1] != query_BHTD.shape[1],
+        kernel_options=_NO_DECODING,
     )
     return attended_BHTD.transpose(1, 2), None
 

@@ -25,10 +25,9 @@ ATTENTION_NAMES = {"padded": PACKED_ATTENTION, "varlen": VARLEN_ATTENTION, "flex
 
 # In the order in which "auto" tries them on a GPU.
 _FAST = ("varlen", "flex")
-# Lengths in the trial: more than one block of flex attention, a sequence of one token, ends inside of a block. The
-# last sequence continues another one.
-_LENGTHS = (5, 150, 1, 130, 9)
-_PARENTS = (Parent(1, 140),)
+# Packs of the trial: more than one block of flex attention, a sequence of one token, ends inside of a block; and less
+# than a block. The last sequence continues another one.
+_PACKS = (((5, 150, 1, 130, 9), (Parent(1, 140),)), ((5, 60, 20), (Parent(1, 50),)))
 # Largest difference from padded attention, relative to the largest value: rounding of the type.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -83,10 +82,15 @@ def missing_for(kind: str, heads: Heads) -> str | None:
 
 
 def trial(kind: str, heads: Heads) -> str | None:
-    """Compare a kind of attention with padded attention on a small pack, forward and backward; None: equal."""
-    layout = layout_of(_LENGTHS, _PARENTS).to(heads.device)
+    """Compare a kind of attention with padded attention on small packs, forward and backward; None: equal."""
+    problems = (_trial(kind, heads, lengths, parents) for lengths, parents in _PACKS)
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _trial(kind: str, heads: Heads, lengths: tuple[int, ...], parents: tuple[Parent, ...]) -> str | None:
+    layout = layout_of(lengths, parents).to(heads.device)
     generator = torch.Generator().manual_seed(0)
-    shapes = [(1, num, sum(_LENGTHS), heads.size) for num in (heads.num, heads.num_kv, heads.num_kv)]
+    shapes = [(1, num, sum(lengths), heads.size) for num in (heads.num, heads.num_kv, heads.num_kv)]
     inputs = [torch.randn(shape, generator=generator).to(heads.device, heads.dtype) for shape in shapes]
     wanted = _results(PACKED_ATTENTION, inputs, layout)
     try:
@@ -103,6 +107,7 @@ def trial(kind: str, heads: Heads) -> str | None:
     return f"relative difference from padded attention {max(differences):.2g} (at most {tolerance:g})"
 
 
+@torch.enable_grad()
 def _results(name: str, inputs: list[Tensor], layout: PackLayout) -> list[Tensor]:
     """The output of attention, and the gradients of the sum of its squares."""
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]

@@ -144,6 +144,15 @@ def test_a_function_that_reads_a_file_is_told_where_to_read(configured):
     assert warning.endswith("Read files outside of the function, where the file is loaded")
 
 
+def test_code_that_exits_is_told_with_its_line(configured, tmp_path):
+    (tmp_path / "exits.py").write_text("import sys\ndef score(text): return 1.0 if text else sys.exit(3)\n")
+    error, reward = scores(configured("exits.py:score"), "", "right")
+    assert (str(error), reward) == ("verifier exits.py:score: SystemExit: 3 (exits.py:2)", 1.0)
+    (tmp_path / "script.py").write_text("import argparse\nargparse.ArgumentParser().parse_args(['--all'])\n")
+    with pytest.raises(ConfigError, match=r"^reward\.function=script\.py:score: SystemExit: 2 \(script\.py:2\)$"):
+        check_reward(configured("script.py:score"))
+
+
 REFUSED = {
     "import threading\n    thread = threading.Thread(target=print)\n    thread.start()": "may start no threads",
     "import subprocess\n    subprocess.run(['true'])": "may start no processes",

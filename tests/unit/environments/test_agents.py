@@ -13,7 +13,8 @@ from pipelinerl_core.environments.pool import build_environments
 from pipelinerl_core.errors import ConfigError, EnvironmentFailed
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.rewards.pool import build_scorer
-from pipelinerl_core.types import Reply, ToolCall
+from pipelinerl_core.rollouts.episode import task_of
+from pipelinerl_core.types import Prompt, Reply, ToolCall
 from tests.unit.environments.episode_case import LIMIT_SECONDS, ScriptedHost
 from tests.waiting import wait_for
 
@@ -290,6 +291,24 @@ def test_the_verifier_of_the_run_scores_the_answer_or_the_output(tmp_path, sourc
     overrides = (f"environment.reward={source}", "reward.kind=last_number")
     episode = played(tmp_path, code, "it is 15", overrides=overrides, task={"answer": "15"}.items())
     assert episode.result.score == reward
+
+
+def test_a_function_of_trl_gets_the_messages_of_the_prompt(tmp_path, monkeypatch):
+    code = """
+def echo(prompts, completions, **columns):
+    return [float(completions[0][0]["content"] == prompts[0][-1]["content"])]
+"""
+    (tmp_path / "trl_rewards.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    overrides = ("environment.reward=answer", "reward.function=trl_rewards:echo")
+    asked = [user("7+8?")]
+    row = {"prompt": asked, "messages": [user("another column")]}
+    prompt = Prompt(prompt_id="p", source="file", env="", text="7+8?", messages=tuple(asked), task=row)
+    config = load_config("quickstart", [*SETTINGS, 'environment.command=["a"]', *overrides])
+    episode = played(
+        tmp_path, "chat([user(task['prompt'])])", "7+8?", overrides=overrides, task=task_of(config, prompt)
+    )
+    assert episode.result.score == 1
 
 
 def test_nothing_that_a_program_has_started_outlives_its_episode(tmp_path):

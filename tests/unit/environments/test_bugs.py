@@ -343,6 +343,23 @@ def test_an_episode_is_not_charged_for_the_time_in_which_another_blocks_the_proc
     assert error.endswith("the environment took more than environment.call_seconds=1 (my_env.py:7)")
 
 
+STEPS = """
+import asyncio, time
+class Env:
+    weights = {"a": 1.0}
+    async def play(self, task, ask, seed):
+        for _ in range(8):
+            time.sleep(0.15)
+            await asyncio.sleep(0)
+    def score(self, task, transcript): return {"a": 1.0}
+"""
+
+
+def test_blocking_steps_are_charged_once():
+    (result,) = played(STEPS, ScriptedHost(), task={}, overrides=("environment.call_seconds=2",))
+    assert result.score == 1.0
+
+
 def test_secrets_are_removed_from_errors(monkeypatch):
     monkeypatch.setenv("SEARCH_KEY", "a-long-secret-key")
     code = TURNS.replace("os._exit(3)", "raise ValueError(os.environ['SEARCH_KEY'] + '\\x1b')")

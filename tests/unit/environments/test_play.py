@@ -76,6 +76,20 @@ class Env:
     ]  # fmt: skip
 
 
+def test_rows_and_transcripts_keep_the_order_of_their_keys():
+    code = """
+class Env:
+    weights = {"first": 1.0}
+    async def play(self, task, ask, seed):
+        await ask([{"role": "user", "content": "go"}])
+        return {1: list(task), "b": 2, "a": 3}
+    def score(self, task, transcript):
+        return {"first": list(transcript) == ["1", "b", "a"] and transcript["1"] == ["z", "prompt", "answer"]}
+"""
+    (result,) = played(code, ScriptedHost("hm"), task={"z": 1, "prompt": "p", "answer": "q"})
+    assert result.score == 1.0
+
+
 def test_options_are_the_arguments_of_the_class_and_weights_are_replaced_by_name():
     host = ScriptedHost("1", "2", "3")
     overrides = ["environment.options.limit=3", "environment.options.greeting=Hi", "reward.weights.short=3"]
@@ -169,6 +183,31 @@ def test_an_episode_without_budget_is_cut_with_all_components_0():
     assert dict(result.score.components) == {"solved": 0.0, "short": 0.0}
 
 
+GROUPED = """
+import asyncio
+from pipelinerl_core.environments.api import BudgetSpent
+class Env:
+    weights = {"a": 1.0}
+    async def play(self, task, ask, seed):
+        async def other():
+            try:
+                await asyncio.sleep(60)
+            finally:
+                raise ValueError if task["fails"] else BudgetSpent
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(other())
+            tasks.create_task(ask([{"role": "user", "content": "Hello"}]))
+    def score(self, task, transcript): return {"a": 1.0}
+"""
+
+
+def test_an_episode_whose_task_group_has_no_budget_is_cut():
+    (result,) = played(GROUPED, ScriptedHost(), task={"fails": False})
+    assert result == Played(score=0.0, is_cut=True)
+    (error,) = played(GROUPED, ScriptedHost(), task={"fails": True})
+    assert "ValueError" in error
+
+
 def test_an_environment_may_handle_the_end_of_the_budget():
     code = """
 from pipelinerl_core.environments.api import BudgetSpent
@@ -214,6 +253,22 @@ def test_a_value_is_fetched_once_recorded_and_returned_again_when_the_episode_is
     assert fresh.once == {"weather": [1, None]}
     assert dict(first.score.components) == {"value": 1.0, "same": 1.0, "calls": 1.0}
     assert dict(second.score.components) == {"value": 7.0, "same": 1.0, "calls": 0.0}
+
+
+def test_a_value_that_the_host_forgets_at_a_turn_is_fetched_again():
+    class Forgetting(ScriptedHost):
+        async def ask(self, messages, tools, after):
+            self.once.clear()
+            return await super().ask(messages, tools, after)
+
+    code = ONCE.replace(
+        "        return [first", "        second = await ask.once('weather', fetch)\n        return [first"
+    )
+    host = Forgetting("1")
+    host.once = {"weather": [7, None]}
+    (result,) = played(code, host, task={"ended": False})
+    assert host.once == {"weather": [1, None]}
+    assert dict(result.score.components) == {"value": 7.0, "same": 0.0, "calls": 1.0}
 
 
 def test_an_episode_whose_process_dies_is_played_again_and_is_an_error_after_three_deaths():

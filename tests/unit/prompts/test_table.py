@@ -305,6 +305,24 @@ def test_a_reward_function_gets_all_columns_and_needs_no_answer(tmp_path):
         with_function(tmp_path / "rows.parquet", answer_column="solution")
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_reward_function_gets_a_null_answer_as_none(tmp_path, suffix):
+    rows = [{"prompt": "a", "answer": None}, {"prompt": "b", "answer": "4"}]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    if suffix == "parquet":
+        path = tmp_path / "rows.parquet"
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
+    own = with_function(path)
+    assert {prompt.text: prompt.task["answer"] for prompt in [own.prompt(0), *own.held_out(1)]} == {
+        "a": None,
+        "b": "4",
+    }
+    prompts = {"kind": "file", "path": str(path)}
+    for sections in ({}, {"environment": {"path": "builtin:math"}}):
+        with pytest.raises(ConfigError, match=r"prompts\.answer_column=answer: row 0 of .* has no value"):
+            build_source(build_config({"prompts": prompts, **sections}))
+
+
 def test_the_reference_answer_is_text_beside_its_column(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": str(number), "sum": number} for number in range(40)])
     prompt = with_function(path, answer_column="sum").prompt(0)
@@ -342,6 +360,17 @@ def test_a_conversation_is_a_prompt(tmp_path, start):
     assert prompts["4"].messages == tuple(talk)
     assert prompts["4"].text == "\n\n".join(message["content"] for message in talk)
     assert prompts["5"].messages == ()
+
+
+@pytest.mark.parametrize(
+    ("template", "are_messages"), [("{prompt}", True), ("Think. {prompt}", False), ("{prompt} Think.", False)]
+)
+def test_messages_are_the_prompt_unless_the_template_adds_text(tmp_path, template, are_messages):
+    rows = [{"prompt": [{"role": "user", "content": f"{number}?"}], "answer": 1} for number in range(5)]
+    prompt = source(write_jsonl(tmp_path / "rows.jsonl", rows), template=template).prompt(0)
+    message = prompt.task["prompt"][0]
+    assert prompt.text == template.format(prompt=message["content"])
+    assert prompt.messages == ((message,) if are_messages else ())
 
 
 @pytest.mark.parametrize("talk", [TALK[:3], TALK[1:3], [*TALK[1:], TALK[1]], [{"role": "user", "content": [1]}]])

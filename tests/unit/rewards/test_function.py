@@ -52,6 +52,35 @@ def test_an_async_function_is_awaited_with_network():
         load(code)
 
 
+SHARED = """
+import asyncio
+
+FREE = asyncio.Lock()
+
+
+async def use():
+    async with FREE:
+        await asyncio.sleep(0)
+
+
+async def score(text):
+    await asyncio.gather(use(), use())
+    return 1
+"""
+
+
+def test_calls_of_async_functions_share_an_event_loop_as_a_client_of_the_module_needs():
+    function = load(SHARED, has_network=True)
+    assert [function(text, {}) for text in ("a", "b")] == [1.0, 1.0]
+
+
+def test_an_async_function_that_exits_leaves_the_event_loop_to_the_next_call():
+    function = load("import sys\nasync def score(text): return 1 if text else sys.exit(3)\n", has_network=True)
+    with pytest.raises(SystemExit):
+        function("", {})
+    assert function("a", {}) == 1.0
+
+
 def test_components_are_weighted_and_kept():
     verdict = score("", "{'correct': True, 'short': 0.5, 'calm': 2}", correct=2.0, calm=-1.0)
     assert verdict == Components(reward=2.0 + 0.5 - 2.0, values={"correct": 1.0, "short": 0.5, "calm": 2.0})

@@ -47,6 +47,10 @@ def test_sums(text, reward):
         ("1,234,567", "1234567", 1.0),
         ("12,34", "1234", 0.0),  # no separator of thousands
         ("$1,000", "1000", 1.0),
+        ("$42$.", "42", 1.0),  # a sentence ends after or within the formula
+        ("$42.$", "42", 1.0),
+        ("$.5$", ".5", 1.0),
+        ("5", ".5", 0.0),
         ("new   York", "new York", 1.0),
         ("New York", "new York", 0.0),
         ("#### 1,234", "She has 1,200 + 34.\n#### 1234", 1.0),  # a worked solution as reference
@@ -81,6 +85,13 @@ def test_exact_match(text, answer, reward):
         ("10-20", "20", 1.0),  # a range has no negative number
         ("10 -20", "-20", 1.0),
         ("-0", "0", 1.0),
+        ("0.75", ".75", 1.0),
+        ("75", ".75", 0.0),
+        ("x = -.75", "-0.75", 1.0),
+        ("5-.75", "0.75", 1.0),
+        ("1.2.75", "75", 1.0),  # a point within or after a number or a word begins none
+        ("v.75", "75", 1.0),
+        ("So ...75", "75", 1.0),
         ("59", "She counts 46 + 13.\n#### 59", 1.0),  # a worked solution as reference
     ],
 )
@@ -138,6 +149,7 @@ def test_the_last_box_that_is_closed_holds_the_answer(text):
         " " * 2_000_000 + "x",
         "$" * 2_000_000 + "x" + "." * 2_000_000,
         "." * 2_000_000,
+        ".1" * 1_000_000,
         "<answer>" * 300_000,
         "<answer></answer>" * 300_000,
     ],
@@ -147,4 +159,5 @@ def test_long_texts_take_linear_time(text):
     """Quadratic, each would take longer than a test may."""
     assert sums(text, {"answer": "42"}) == 0.0
     assert exact_match(text, {"answer": "42"}) == 0.0
+    assert last_number(text, {"answer": "42"}) == 0.0
     assert len(tagged_answer(text)) <= len(text)

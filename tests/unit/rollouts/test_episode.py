@@ -284,6 +284,98 @@ def test_an_environment_that_acts_differently_is_sampled_again_from_there_on(cap
     assert fresh[5].counts.dropped == whole[1].num_tokens
 
 
+class Noting(Environments):
+    """Records a value before the first turn, and a verdict on each turn."""
+
+    async def play(self, task, seed, host):
+        self.replies, said = [], [task["index"]]
+        if "order" not in host.once:
+            host.record("order", 7)
+        for turn in range(self.turns):
+            reply = await host.ask([{"role": "user", "content": self.says.get(turn, said)}], [], turn - 1)
+            self.replies.append(reply.text)
+            if f"verdict {turn}" not in host.once:
+                host.record(f"verdict {turn}", reply.text)
+            said = [sum(map(int, reply.text.split())) % 8]
+        return Played(score=Score(1.0))
+
+
+@pytest.mark.parametrize("has_numbers", [True, False])
+def test_what_was_recorded_after_a_turn_that_is_sampled_again_is_forgotten(has_numbers):
+    first, other = Noting(turns=2), Noting(turns=2, says={1: [7, 7, 7]})
+    (restored,) = join_rows(play(first, OWN)[3]).values()
+    if not has_numbers:  # the log of an older version
+        notes = [json.loads(note) for note in restored.notes]
+        notes = [json.dumps(note[:3] if note[0] == "once" else note) for note in notes]
+        restored = replace(restored, notes=tuple(notes))
+    episode, *_ = play(other, OWN, restored=restored)
+    assert first.replies[0] == other.replies[0]
+    assert first.replies[1] != other.replies[1]
+    assert episode.once == {"order": 7, **{f"verdict {turn}": text for turn, text in enumerate(other.replies)}}
+
+
+def test_what_a_repeated_play_records_before_a_difference_is_kept():
+    (restored,) = join_rows(play(Environments(), OWN)[3]).values()
+    episode, *_ = play(Noting(says={2: [7, 7, 7]}), OWN, restored=restored)
+    assert episode.once.keys() == {"greeting", "order", "verdict 0", "verdict 1", "verdict 2"}
+
+
+@pytest.mark.parametrize("is_compared", [False, True])
+def test_turns_that_a_repeated_play_does_not_reach_are_dropped(is_compared):
+    class Ends(Environments):
+        async def play(self, task, seed, host):
+            result = await super().play(task, seed, host)
+            return Transcript("[]", self.turns) if is_compared else result
+
+        async def score_group(self, task, transcripts):
+            return [Played(score=Score(2.0)) for _ in transcripts]
+
+    whole = play(Environments(), OWN)
+    rows = [replace(row, outcome=None, reward=None, reward_components=()) for row in whole[3]]
+    (restored,) = join_rows(rows).values()
+    again = play(Ends(turns=2), OWN, restored=restored)
+    kept = whole[0].turn_spans[1].end
+    assert again[1].reward == 2.0
+    assert again[1].completion().token_ids.tolist() == whole[1].completion().token_ids[:kept].tolist()
+    assert again[0].turn_spans == whole[0].turn_spans[:2]
+    assert again[5].counts.dropped == whole[1].num_tokens - kept
+    if is_compared:  # an episode whose transcript is in the log is not played again, and keeps its turns
+        (logged,) = join_rows(again[3]).values()
+        scored = play(Ends(turns=1), OWN, restored=replace(logged, outcome=None, reward=None))
+        assert same(again, scored)
+
+
+def test_a_context_of_the_model_that_is_shorter_limits_the_turns(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 48}))
+    keys = ["environment.path=x.py:Count", "prompts.kind=environment", f"model.path={tmp_path}"]
+    long = config(*keys, "rollouts.max_tokens=100", "environment.turn_tokens=10")
+    episode, progress, result, *_ = play(Environments(turns=9), long)
+    assert isinstance(result, Played)
+    assert result.is_cut
+    assert episode.finish_reason is FinishReason.LENGTH
+    assert 40 < len(episode.prompt_token_ids) + progress.num_tokens <= 48
+
+
+def test_an_episode_whose_engine_has_ended_has_no_result():
+    class Breaking(Environments):
+        async def play(self, task, seed, host):
+            await host.ask([{"role": "user", "content": [3]}], [], -1)
+            host._engine._fail("the device is lost")
+            return await host.ask([{"role": "user", "content": [4]}], [], 0)
+
+    async def main():
+        tested_engine = engine()
+        player = EpisodePlayer(tested_engine, Breaking(), Chat(), OWN)
+        progress = Progress(group_id=4, rollout_index=0, attempt=1)
+        sampled = await player.begin(PROMPT, 1)(0, "e", Sampler(seed=5), progress)
+        await tested_engine.close()
+        return sampled, progress
+
+    sampled, progress = asyncio.run(main())
+    assert sampled.error == "engine: the device is lost"
+    assert (progress.outcome, progress.finish_reason) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("keys", "num_turns", "reason"),
     [
@@ -423,28 +515,34 @@ def test_a_group_is_scored_together_when_its_last_episode_has_ended(failing):
     assert environments.groups == [transcripts, transcripts]
 
 
+@pytest.mark.parametrize("is_repeated", [False, True])
 @pytest.mark.parametrize(("turns", "reward"), [(2, -1.0), (0, None)])
-def test_an_episode_whose_environment_hangs_has_the_reward_for_that_and_counts_as_failed(turns, reward):
+def test_an_episode_whose_environment_hangs_has_the_reward_for_that_and_counts_as_failed(turns, reward, is_repeated):
     lease = Lease(group_id=4, attempt=0, lease_id="4.0", deadline_seconds=0.0, group_size=2, prompt=PROMPT)
     overrides = ["environment.path=x.py:Count", "prompts.kind=environment", "environment.timeout_reward=-1"]
-    settings = config(*overrides)
+    settings = config(*overrides, "environment.turn_tokens=8")
 
     class Hanging(Environments):
         async def play(self, task, seed, host):
             await super().play(task, seed, host)
             raise EnvironmentTimeout("too long")
 
-    async def main():
+    async def main(environments, restored=None):
         tested_engine = engine()
-        player = EpisodePlayer(tested_engine, Hanging(turns), Chat(), settings)
-        rollouts = await GroupRunner({"": player}, actor="a").run(lease)
+        runner = GroupRunner({"": EpisodePlayer(tested_engine, environments, Chat(), settings)}, actor="a")
+        rollouts = await runner.run(lease, restored)
         await tested_engine.close()
-        return rollouts
+        return rollouts, runner.growth()
 
-    rollouts = asyncio.run(main())
+    restored = None
+    if is_repeated:  # the log has three turns of each episode
+        rows = asyncio.run(main(Environments()))[1]
+        restored = join_rows([replace(row, outcome=None, reward=None, reward_components=()) for row in rows])
+    rollouts, _ = asyncio.run(main(Hanging(turns), restored))
     assert [(rollout.reward, rollout.error) for rollout in rollouts] == [(reward, "environment: too long")] * 2
     assert {rollout.outcome for rollout in rollouts} == {Outcome.ERROR if reward is None else Outcome.SCORED}
-    assert [len(rollout.turn_spans) for rollout in rollouts] == [turns] * 2
+    num_kept = turns or 3 * is_repeated  # an error is not trained
+    assert [len(rollout.turn_spans) for rollout in rollouts] == [num_kept] * 2
     check_groups([group_ref(rollouts)], encode_rollouts("run", rollouts))
     budget = ErrorBudget()
     for _ in range(ErrorBudget.WINDOW // 2):

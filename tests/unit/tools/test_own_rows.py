@@ -88,8 +88,9 @@ from pipelinerl_core.tools.own_objects import function_location
 from typing import Optional
 LIMIT, WORDS = 3, {"a": 1.0}
 LETTER = re.compile("A", re.IGNORECASE)
+lower = open("/dev/null")  # of the name of an attribute that the function uses
 class Parser:
-    def __call__(self, text): return LETTER.findall(text)[:LIMIT]
+    def __call__(self, text): return LETTER.findall(text.lower())[:LIMIT]
 def even(n): return n == 0 or odd(n - 1)
 def odd(n): return n != 0 and even(n - 1)
 def score(text) -> Optional[float]: return root(len(Parser()(text))) * WORDS["a"] + even(2)
@@ -109,7 +110,7 @@ def test_a_function_of_a_program_takes_along_what_it_uses(tmp_path):
     location, refusal = done.stdout.splitlines()
     names = runpy.run_path(location.rpartition(":")[0])
     assert names["score"]("aaaaa") == 3**0.5 + 1
-    assert "json" not in names
+    assert names.keys().isdisjoint({"json", "lower"})
     assert names["LETTER"].flags & re.IGNORECASE
     assert refusal.startswith("the reward function uses handle, a TextIOWrapper")
     assert location.endswith(".py:score")
