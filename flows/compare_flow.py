@@ -329,8 +329,8 @@ def compared_run(
     is_checked: Annotated[bool, Field(description="The caller has checked the configuration.")] = False,
 ) -> None:
     """One run of a comparison or a sweep, which starts it; the same parameters continue the run."""
-    is_own = RUN_THREAD.get() is None
-    if is_own:  # a flow run of its own, which may replace a flow run that only seemed to crash
+    thread = RUN_THREAD.get()
+    if thread is None:  # a flow run of its own, which may replace a flow run that only seemed to crash
         await_store(run_url.rpartition("/")[0])
         await_earlier_start(run_url)
     try:
@@ -339,10 +339,12 @@ def compared_run(
         crashed = crashed_by_outage(run_url, error)
         if crashed is None:
             raise
-        if is_own:
+        if thread is None:
             schedule_again(crashed)
             raise
-        await_store(run_url.rpartition("/")[0])
+        await_store(run_url.rpartition("/")[0], thread.stop)
+        if thread.stop.is_set():
+            raise
         _carry_out(run_url, config, labels, target, rewards, is_checked=is_checked)
 
 

@@ -8,7 +8,9 @@ process, and remove its directory, as if they belonged to the new start.
 import logging
 import time
 import uuid
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from threading import Event
 from typing import Any
 from uuid import UUID
 
@@ -95,8 +97,9 @@ def _answers(url: str) -> bool:
     return True
 
 
-def await_store(url: str) -> None:
-    """Wait until the store at a URL accepts a small object. Raises DeadlineExceeded after a day.
+def await_store(url: str, stop: Event | None = None) -> None:
+    """Wait until the store at a URL accepts a small object, or until `stop` is set. Raises DeadlineExceeded after a
+    day.
 
     Returns if the store refuses the object, or is a directory that this host does not have: the checks of the start
     report this.
@@ -112,6 +115,7 @@ def await_store(url: str) -> None:
     store, key = open_store(url).limited(CHECK_SECONDS), f"check-{uuid.uuid4().hex}"
     deadline = time.monotonic() + STORE_SECONDS
     has_warned = False
+    pause: Callable[[float], object] = time.sleep if stop is None else stop.wait
     while True:
         try:
             store.put(key, b"check")
@@ -127,4 +131,5 @@ def await_store(url: str) -> None:
                 has_warned = True
         except StoreError:
             return
-        time.sleep(_POLL_SECONDS)
+        if pause(_POLL_SECONDS):
+            return  # stopped

@@ -40,6 +40,7 @@ class Leases:
         self._queue: dict[int, int] = {}  # group_id -> attempt of its next lease
         self._queue_order: list[int] = []  # a heap of group ids; may contain ids that left the queue
         self._holders: dict[int, tuple[PreviousHolder, ...]] = {}  # of groups without a fate, newest first
+        self._distrusted: set[ActorKey] = set()
         self._none_late_until = -math.inf  # no deadline is earlier
 
     @property
@@ -129,6 +130,7 @@ class Leases:
 
     def distrust(self, actor: ActorKey) -> None:
         """Let no later lease continue the tokens of an actor epoch, nor those of holders that have continued them."""
+        self._distrusted.add(actor)
         for group_id, holders in list(self._holders.items()):
             oldest_first = takewhile(lambda holder: (holder.actor, holder.epoch) != actor, reversed(holders))
             self._holders[group_id] = tuple(oldest_first)[::-1]
@@ -180,6 +182,8 @@ class Leases:
         lease = self._drop(group_id)
         if lease is not None:
             self.queue(group_id, lease.grant.attempt + 1)
+            if any((other.actor, other.epoch) in self._distrusted for other in lease.grant.holders):
+                return  # the holder may have continued the tokens of such an epoch
             holder = PreviousHolder(lease.actor.name, lease.actor.epoch, lease.grant.attempt)
             others = [other for other in self._holders.get(group_id, ()) if other != holder]
             self._holders[group_id] = (holder, *others)[:_MAX_HOLDERS]

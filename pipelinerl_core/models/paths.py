@@ -165,9 +165,8 @@ def _known_families() -> str:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that transformers loads: the files in the index, else the single file, else all files."""
-    index = directory / _INDEX_FILE
-    if index.is_file():
-        return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    single = directory / _SINGLE_FILE
-    return [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    """The safetensors files that transformers loads: the single file, else the files in the index, else all files."""
+    single, index = directory / _SINGLE_FILE, directory / _INDEX_FILE
+    if single.is_file() or not index.is_file():
+        return [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]

@@ -2,7 +2,7 @@
 
 import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -111,7 +111,7 @@ class RewardFunction:
         values = {name: value for name, value in available.items() if self._takes_all or name in self._is_required}
         result = self._function(**values)
         if inspect.iscoroutine(result):
-            result = _RUNNER.run(result)
+            result = _RUNNER.run(_alone(result))
         if self._form is _trl:
             result = self._only(result)
         return self._checked(result)
@@ -168,3 +168,15 @@ PROMPT_MESSAGES = "prompt_messages"
 _NOT_IN_TRL = ("prompt", "token_ids", "finish_reason", PROMPT_MESSAGES)
 _FORMS = {"completions": _trl, "solution_str": _verl}
 """Parameter that only one form has -> the form."""
+
+
+async def _alone(result: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a call; the tasks that the call leaves are cancelled, as `asyncio.run` does."""
+    before = asyncio.all_tasks()
+    try:
+        return await result
+    finally:
+        left = asyncio.all_tasks() - before
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)

@@ -199,8 +199,8 @@ class Episode:
         assert num_kept is not None
         num_dropped = self._progress.num_tokens - num_kept
         logger.warning(
-            "%s: the environment acts differently than in the log from turn %d on; %d tokens are dropped",
-            self._request_id, index, num_dropped,
+            "%s: the environment acts differently than in the log from turn %d on, or ends before it; %d tokens are "
+            "dropped", self._request_id, index, num_dropped,
         )  # fmt: skip
         self._counts.dropped += num_dropped
         notes, num_turns, self.once = [], 0, {}

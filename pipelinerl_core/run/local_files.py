@@ -14,7 +14,7 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.prompts import RowPrompts
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.hub import is_hub_model
-from pipelinerl_core.models.paths import builtin_recipe, resolve_model_path
+from pipelinerl_core.models.paths import builtin_recipe, resolve_model_path, weight_files
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.records import EXPORT_ORIGIN
 
@@ -28,13 +28,13 @@ _ROW_FILES = re.compile(r"(?!cache-)[^.].*\.(arrow|csv|json|jsonl|parquet|tsv|tx
 
 def local_files(config: RunConfig) -> dict[str, str]:
     """Setting -> digest of the file or directory that it names, of rows and models on this host."""
-    return {key: content_digest(path) for key, path in _paths(config) if path.exists()}
+    return {key: _digest(path) for key, path in _paths(config) if path.exists()}
 
 
 def own_files(config: RunConfig) -> dict[str, str]:
     """`local_files` without models of a hub, which this host may download later."""
     hub = {key for key, name in config.model_paths.items() if is_hub_model(name)}
-    return {key: content_digest(path) for key, path in _paths(config) if key not in hub and path.exists()}
+    return {key: _digest(path) for key, path in _paths(config) if key not in hub and path.exists()}
 
 
 def check_local_files(run: RunContext) -> None:
@@ -68,7 +68,7 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, Path]]:
                     yield f"{section}.{name}", Path(own).expanduser()
 
 
-def content_digest(path: Path) -> str:
+def _digest(path: Path) -> str:
     """16 hex digits of sha256 over names and contents of a file, of a directory of rows, or of a model."""
     total = hashlib.sha256()
     if not path.is_dir():
@@ -80,9 +80,13 @@ def content_digest(path: Path) -> str:
     for file in files:
         name = file.relative_to(path).as_posix()  # of a single file: "."
         if file.is_file():
-            status = file.stat()
-            total.update(f"{name}\0{_file_digest(file, status.st_size, status.st_mtime_ns)}\0".encode())
+            total.update(f"{name}\0{_digest_of(file)}\0".encode())
     return total.hexdigest()[:16]
+
+
+def _digest_of(file: Path) -> str:
+    status = file.stat()
+    return _file_digest(file, status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=4096)
@@ -95,6 +99,16 @@ def _file_digest(file: Path, size: int, modified_at: int) -> str:
         opened.seek(max(0, size - _END_BYTES))
         parts.append(opened.read())
     return hashlib.sha256(b"".join([str(size).encode(), *parts])).hexdigest()
+
+
+def weights_digest(directory: Path) -> str:
+    """16 hex digits over config.json, without the version that wrote it, and over the files of the weights."""
+    settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    settings.pop("transformers_version", None)
+    total = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for file in weight_files(directory):
+        total.update(f"{file.name}\0{_digest_of(file)}\0".encode())
+    return total.hexdigest()[:16]
 
 
 def parent_of(config: RunConfig) -> str:

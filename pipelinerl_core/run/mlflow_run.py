@@ -1,6 +1,5 @@
 """The MLflow run of a training run: opened before run.json is written, found again when the run is resumed."""
 
-import hashlib
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,7 +115,6 @@ def open_tracker(
             tracker = WandbTracker(
                 tracker,
                 run_id,
-                f"{run_id}-{hashlib.sha256(url.encode()).hexdigest()[:8]}",  # another root may have a run of this id
                 config.tracking.experiment,
                 directory=log_directory(url, run_id),
                 tags=tags,

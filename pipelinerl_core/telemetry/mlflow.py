@@ -327,6 +327,7 @@ class MlflowTracker:
             RunTag(f"{_RESUMED_TAG}{key}", value[:_MAX_TAG_CHARS])
             for key, value in self._params.items()
             if run.data.params.get(key, value[:_MAX_PARAM_CHARS]) != value[:_MAX_PARAM_CHARS]
+            or f"{_RESUMED_TAG}{key}" in run.data.tags
         ]
         for start in range(0, len(changed), _MAX_BATCH_PARAMS):
             client.log_batch(run_id, tags=changed[start : start + _MAX_BATCH_PARAMS])

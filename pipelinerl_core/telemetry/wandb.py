@@ -24,14 +24,13 @@ _ROOM = 1_000_000  # steps; wandb's service has a buffer of its own, on disk
 
 
 class WandbTracker:
-    """Gives everything to another tracker and to a run of wandb. An error after the start of
+    """Gives everything to another tracker and to a run of wandb, whose id is the run_id. An error after the start of
     the run ends the logging to wandb, and not the run."""
 
     def __init__(
         self,
         inner: "RunTracker",
         run_id: str,
-        wandb_id: str,
         project: str,
         *,
         directory: Path,
@@ -51,7 +50,7 @@ class WandbTracker:
         self._table: tuple[Sequence[str], Sequence[Sequence[Any]]] | None = None
         self._run: Any = None
         try:
-            self._run = _init(run_id, wandb_id, project, directory, {**redact(flatten(config)), **redact(dict(tags))})
+            self._run = _init(run_id, project, directory, {**redact(flatten(config)), **redact(dict(tags))})
         except Exception as error:  # noqa: BLE001 (whatever wandb's client raises)
             reason = f"wandb does not start: {str(error).strip().splitlines()[-1] if str(error) else repr(error)}"
             if is_required:
@@ -143,7 +142,7 @@ def _wandb() -> ModuleType:
     return import_module("wandb")
 
 
-def _init(run_id: str, wandb_id: str, project: str, directory: Path, config: Mapping[str, object]) -> Any:
+def _init(run_id: str, project: str, directory: Path, config: Mapping[str, object]) -> Any:
     """wandb's run. Nothing of the process is captured: no console, no code, no state of git."""
     check_wandb()
     wandb = _wandb()
@@ -152,7 +151,7 @@ def _init(run_id: str, wandb_id: str, project: str, directory: Path, config: Map
         console="off", silent=True, disable_git=True, disable_code=True, init_timeout=_INIT_SECONDS
     )
     run = wandb.init(
-        project=project, id=wandb_id, name=run_id, resume="allow", dir=str(directory), config=config,
+        project=project, id=run_id, name=run_id, resume="allow", dir=str(directory), config=config,
         settings=settings,
     )  # fmt: skip
     run.define_metric("*", step_metric="step")

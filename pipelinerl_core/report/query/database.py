@@ -263,9 +263,11 @@ def records_table(name: str, readers: Iterable[RunReader]) -> pa.Table:
     """The rows of a view of records."""
     columns = VIEWS[name].columns
     schema = pa.schema([(column, _ARROW_TYPES[columns[column].expression]) for column in columns])
-    # The hub of a run that was killed is watched for seconds.
-    with ThreadPoolExecutor(_WATCHED_RUNS if name == "runs" else 1) as pool:
-        rows = list(itertools.chain.from_iterable(pool.map(lambda reader: list(getattr(reader, name)()), readers)))
+    if name == "runs":  # the hub of a run that was killed is watched for seconds
+        with ThreadPoolExecutor(_WATCHED_RUNS) as pool:
+            rows = [row for of_run in pool.map(lambda reader: list(reader.runs()), readers) for row in of_run]
+    else:
+        rows = [row for reader in readers for row in getattr(reader, name)()]
     return pa.Table.from_pylist(rows, schema)
 
 

@@ -146,7 +146,7 @@ class Actor:
         self._errors = ErrorBudgets(list(parts.players))
         self._pacer = Pacer(config.trainer.groups_per_step)
         self._paced_at = time.monotonic()
-        self._paced_tokens = 0
+        self._paced_tokens = self._most_sampled = 0
         self._paced_seconds = 0.0
         self._process = psutil.Process()
         monitor = monitor or RoleMonitor("actor", name, run_id)
@@ -294,8 +294,12 @@ class Actor:
 
     def _num_tokens(self) -> int:
         """Tokens of completions so far: sampled, and given by environments. Those of evaluations are left out."""
+        return self._num_sampled() + sum(counts.given for counts in self._episode_counts)
+
+    def _num_sampled(self) -> int:
         evaluated = 0 if self._evaluation is None else self._evaluation.num_tokens
-        return self._engine.stats().num_tokens - evaluated + sum(counts.given for counts in self._episode_counts)
+        self._most_sampled = max(self._most_sampled, self._engine.stats().num_tokens - evaluated)
+        return self._most_sampled
 
     def _episode_counters(self) -> dict[str, int]:
         totals: Counter[str] = Counter()
@@ -334,7 +338,7 @@ class Actor:
 
     def _set_pace(self, ready_groups: int) -> None:
         """Adapt the pause between decode steps, and count the pauses so far, summed over the running sequences."""
-        now, num_tokens = time.monotonic(), self._engine.stats().num_tokens
+        now, num_tokens = time.monotonic(), self._num_sampled()
         self._paced_seconds += self._pacer.delay_seconds * (num_tokens - self._paced_tokens)
         self._engine.set_pace(self._pacer.update(ready_groups, now - self._paced_at))
         self._paced_at, self._paced_tokens = now, num_tokens

@@ -27,7 +27,7 @@ from pipelinerl_core.roles.trainer.rank_channel import RankChannel, join_ranks
 from pipelinerl_core.roles.trainer.rank_processes import RANK_STOP_SECONDS, RankProcesses
 from pipelinerl_core.roles.trainer.ranked_learner import RankedLearner, RankLearner
 from pipelinerl_core.roles.trainer.rendezvous import announce_rendezvous, open_rendezvous, own_address, refusal_of
-from pipelinerl_core.run.local_files import content_digest
+from pipelinerl_core.run.local_files import weights_digest
 from pipelinerl_core.run.records import RendezvousRecord
 from pipelinerl_core.training.deepspeed_learner import DeepSpeedLearner, divided_among
 from pipelinerl_core.training.learner import TorchLearner
@@ -228,7 +228,7 @@ def _load(config: RunConfig, device: torch.device, ranks: Ranks) -> _Loaded:
     is_divided = config.learner.zero_stage == 3
     dividing = None
     if is_divided:  # rank 0 reads the weights of all ranks, and each rank the rest of the model
-        files = torch.tensor(int(content_digest(Path(path))[:15], 16), device=device)
+        files = torch.tensor(int(weights_digest(Path(path))[:15], 16), device=device)
         _require_equal_digests(ranks, "model.path", files)
         dividing = divided_among(ranks, config, device)
     model = load_model(Path(path), config.dtype, device, config.learner.attention, dividing=dividing)

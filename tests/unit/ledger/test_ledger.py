@@ -253,6 +253,16 @@ def test_nobody_continues_the_tokens_of_an_expelled_actor():
     assert [grant.holders for grant in lease(ledger, B, want=2)] == holders
 
 
+def test_a_holder_that_has_continued_the_tokens_of_an_expelled_actor_is_not_continued_either():
+    ledger, _ = leased(1)
+    ledger.bye(A)
+    (grant,) = lease(ledger, B, want=1)
+    assert [holder.actor for holder in grant.holders] == [A.name]
+    ledger.expel([A])
+    ledger.bye(B)
+    assert [again.holders for again in lease(ledger, C, want=1)] == [()]
+
+
 def test_a_log_of_an_expelled_actor_that_a_restarted_hub_has_read_is_not_continued(clock):
     ledger = new_ledger(clock, first_attempt=1000)
     ledger.register_actor(B, [LeaseRef(group_id=1, attempt=0, lease_id="1.0.before")])  # group 0 was leased too

@@ -74,6 +74,29 @@ def test_calls_of_async_functions_share_an_event_loop_as_a_client_of_the_module_
     assert [function(text, {}) for text in ("a", "b")] == [1.0, 1.0]
 
 
+LEFT = """
+import asyncio
+
+seen = []
+
+
+async def later(text):
+    await asyncio.sleep(0.01)
+    seen.append(text)
+
+
+async def score(text):
+    asyncio.create_task(later(text))
+    await asyncio.sleep(0.03 if text == "b" else 0)
+    return len(seen)
+"""
+
+
+def test_a_task_that_a_call_leaves_ends_with_the_call():
+    function = load(LEFT, has_network=True)
+    assert [function(text, {}) for text in ("a", "b", "c")] == [0.0, 1.0, 1.0]  # "b" alone waits for its task
+
+
 def test_an_async_function_that_exits_leaves_the_event_loop_to_the_next_call():
     function = load("import sys\nasync def score(text): return 1 if text else sys.exit(3)\n", has_network=True)
     with pytest.raises(SystemExit):

@@ -74,6 +74,9 @@ def test_a_changed_setting_of_a_resumed_run_is_a_tag_because_parameters_cannot_b
     assert {key: value for key, value in data.tags.items() if "resumed" in key} == {
         "pipelinerl.resumed.trainer.steps": "6"
     }
+    again = MlflowTracker(uri, "e", "more", config={"trainer": {"steps": 3, "ranks": 1}})
+    assert run_of(again).data.tags["pipelinerl.resumed.trainer.steps"] == "3"
+    again.close()
 
 
 def test_a_resumed_run_is_the_same_run_and_has_its_last_logged_step(uri):

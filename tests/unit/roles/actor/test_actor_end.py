@@ -200,9 +200,11 @@ class Engine:
 
 
 def test_the_pauses_of_a_paced_engine_are_counted_per_token():
-    engine = SimpleNamespace(stats=lambda: SimpleNamespace(num_tokens=300), set_pace=lambda seconds: None)
+    engine = SimpleNamespace(set_pace=lambda seconds: None)
     pacer = SimpleNamespace(delay_seconds=0.01, update=lambda ready_groups, seconds: 0.02)
-    actor = SimpleNamespace(_engine=engine, _pacer=pacer, _paced_at=0.0, _paced_tokens=100, _paced_seconds=1.0)
+    actor = SimpleNamespace(
+        _engine=engine, _pacer=pacer, _paced_at=0.0, _paced_tokens=100, _paced_seconds=1.0, _num_sampled=lambda: 300
+    )
     Actor._set_pace(actor, 5)
     assert actor._paced_seconds == 1.0 + 0.01 * 200
     assert actor._paced_tokens == 300

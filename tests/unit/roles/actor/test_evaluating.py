@@ -91,8 +91,10 @@ async def test_tokens_that_an_evaluation_samples_are_counted_apart(actor, monkey
         actor.evaluation.consider(tasks)
     assert actor.evaluation.num_tokens == 7
     actor.engine.stats = lambda: SimpleNamespace(num_tokens=100)
-    loop = SimpleNamespace(_engine=actor.engine, _evaluation=actor.evaluation, _episode_counts=[])
-    assert Actor._num_tokens(loop) == 93
+    loop = SimpleNamespace(_engine=actor.engine, _evaluation=actor.evaluation, _most_sampled=90)
+    assert Actor._num_sampled(loop) == 93
+    actor.engine.stats = lambda: SimpleNamespace(num_tokens=99)  # tokens of the evaluation arrive in chunks
+    assert Actor._num_sampled(loop) == 93
 
 
 async def test_a_version_that_another_actor_has_evaluated_is_left_out(actor):
