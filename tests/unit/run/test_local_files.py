@@ -9,7 +9,7 @@ import pytest
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.context import open_run
-from pipelinerl_core.run.local_files import check_local_files
+from pipelinerl_core.run.local_files import check_local_files, weights_digest
 from pipelinerl_core.run.locate import create_run, run_url
 
 ROWS = "".join(json.dumps({"prompt": f"p{n}", "answer": f"{n}"}) + "\n" for n in range(100))
@@ -85,3 +85,18 @@ def test_another_working_directory_is_named(run, tmp_path, monkeypatch):
 def test_built_in_models_and_generated_prompts_have_no_files(tmp_path):
     run = create_run(run_url(str(tmp_path), "q"), load_config("quickstart"), flow_run_id="f", mlflow=None)
     assert run.record.files == {}
+
+
+def test_a_model_is_the_same_for_ranks_if_configuration_and_weights_are(tmp_path):
+    settings = {"hidden_size": 8, "transformers_version": "5.0"}
+    digests = []
+    for name, changed in (("a", {}), ("b", {"transformers_version": "5.1"}), ("c", {"hidden_size": 9})):
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps({**settings, **changed}))
+        (directory / "model.safetensors").write_bytes(b"weights")
+        (directory / "tokenizer_config.json").write_text(name)
+        digests.append(weights_digest(directory))
+    (tmp_path / "b" / "model.safetensors").write_bytes(b"others!")
+    assert digests[0] == digests[1]
+    assert len({digests[0], digests[2], weights_digest(tmp_path / "b")}) == 3
