@@ -129,7 +129,8 @@ class Leases:
         return group_ids
 
     def distrust(self, actor: ActorKey) -> None:
-        """Let no later lease continue the tokens of an actor epoch, nor those of holders that have continued them."""
+        """Keep the tokens of an actor epoch out of later leases: such a lease names neither the epoch as a previous
+        holder nor a holder that has continued the tokens of the epoch. A lease that is held goes on."""
         self._distrusted.add(actor)
         for group_id, holders in list(self._holders.items()):
             oldest_first = takewhile(lambda holder: (holder.actor, holder.epoch) != actor, reversed(holders))

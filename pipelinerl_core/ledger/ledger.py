@@ -156,7 +156,7 @@ class Ledger(LedgerView):
         self._pool.tokens.account(actor).is_gone = True
 
     def expel(self, actors: Iterable[ActorKey]) -> None:
-        """Refuse these actor epochs from now on, and queue their groups, to be sampled from the start. Idempotent.
+        """Refuse these actor epochs from now on, and queue their groups, without their tokens. Idempotent.
 
         Their finished groups stay. A later epoch of the same actor is admitted: its engine has loaded other weights.
         """

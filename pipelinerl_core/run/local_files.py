@@ -33,8 +33,8 @@ def local_files(config: RunConfig) -> dict[str, str]:
 
 def own_files(config: RunConfig) -> dict[str, str]:
     """`local_files` without models of a hub, which this host may download later."""
-    hub = {key for key, name in config.model_paths.items() if is_hub_model(name)}
-    return {key: _digest(path) for key, path in _paths(config) if key not in hub and path.exists()}
+    names = config.model_paths
+    return {key: digest for key, digest in local_files(config).items() if not is_hub_model(names.get(key, ""))}
 
 
 def check_local_files(run: RunContext) -> None:
@@ -102,9 +102,15 @@ def _file_digest(file: Path, size: int, modified_at: int) -> str:
 
 
 def weights_digest(directory: Path) -> str:
-    """16 hex digits over config.json, without the version that wrote it, and over the files of the weights."""
-    settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    settings.pop("transformers_version", None)
+    """16 hex digits over config.json, without the version of transformers that wrote it, and the files of weights.
+
+    Of a config.json that cannot be read nothing counts: the loading of the model refuses it.
+    """
+    try:
+        settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        settings.pop("transformers_version", None)
+    except (OSError, ValueError, AttributeError):
+        settings = None
     total = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for file in weight_files(directory):
         total.update(f"{file.name}\0{_digest_of(file)}\0".encode())

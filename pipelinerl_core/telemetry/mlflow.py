@@ -82,8 +82,8 @@ _MAX_BATCH_METRICS = 1000
 _MAX_BATCH_PARAMS = 100
 _MAX_PARAM_CHARS = 6000
 _MAX_TAG_CHARS = 8000
-# Which artifacts MLflow's pages show as tables.
 _RESUMED_TAG = "pipelinerl.resumed."
+# Which artifacts MLflow's pages show as tables.
 _TABLES_TAG = "mlflow.loggedArtifacts"
 _CONTEXT_TAG = "mlflow.data.context"
 # Without this tag, MLflow shows the pages for language model applications instead of training.

@@ -151,8 +151,7 @@ def _init(run_id: str, project: str, directory: Path, config: Mapping[str, objec
         console="off", silent=True, disable_git=True, disable_code=True, init_timeout=_INIT_SECONDS
     )
     run = wandb.init(
-        project=project, id=run_id, name=run_id, resume="allow", dir=str(directory), config=config,
-        settings=settings,
-    )  # fmt: skip
+        project=project, id=run_id, name=run_id, resume="allow", dir=str(directory), config=config, settings=settings
+    )
     run.define_metric("*", step_metric="step")
     return run

@@ -1,6 +1,7 @@
 """What every object store does: the same claims for memory, a directory, and S3."""
 
 import threading
+import time
 import uuid
 
 import pytest
@@ -42,6 +43,15 @@ def test_a_second_put_replaces_the_whole_object(store):
     store.put("hub.json", b"a longer first version")
     store.put("hub.json", b"short")
     assert store.get("hub.json") == b"short"
+
+
+def test_the_time_of_the_last_write_is_known(store):
+    assert store.written_at("a/1") == 0.0
+    store.put("a/1", b"x")
+    store.put("a/10", b"x")
+    assert abs(store.written_at("a/1") - time.time()) < 60
+    store.delete(["a/1"])
+    assert store.written_at("a/1") == 0.0
 
 
 def test_create_only_refuses_an_existing_key_and_keeps_its_object(store):

@@ -1,4 +1,4 @@
-"""ZeRO 3 divides the weights of a model while it is loaded: every family has the values that one process loads."""
+"""While transformers loads a model, ZeRO 3 divides the weights: the parts have the values that one process loads."""
 
 import json
 import os
