@@ -25,7 +25,7 @@ from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.weights import memory
 from pipelinerl_core.weights.checkpoint import load_checkpoint, save_checkpoint
 
-PARTS = ("write", "stop", "read", "load")
+PARTS = ("write", "stop", "load")
 
 
 def measure(directory: str, dtype: str, rounds: int) -> dict[str, Any]:
@@ -48,11 +48,8 @@ def measure(directory: str, dtype: str, rounds: int) -> dict[str, Any]:
                 state.detach()
             wall.append(time.perf_counter() - started)
             del state
-            with meter.part("read"):
-                tensors, values = load_checkpoint(store, step, 1)
             with meter.part("load"):
-                learner.load_state(tensors, values)
-            del tensors
+                learner.load_state(*load_checkpoint(store, step, 1))
             shutil.rmtree(root / str(step))
     finally:
         shutil.rmtree(root, ignore_errors=True)

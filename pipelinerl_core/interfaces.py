@@ -241,10 +241,15 @@ class Learner(Protocol):
         """Copy every weight of the layout into the tensor of its name, on the CPU."""
 
     def state(self) -> "LiveState":
-        """The state for a checkpoint. It keeps its values while the learner takes further steps."""
+        """The state for a checkpoint, which has to be written. It keeps its values while the learner takes further
+        steps."""
 
-    def load_state(self, tensors: "Mapping[str, torch.Tensor]", values: Mapping[str, Any]) -> None:
-        """The inverse of `state`."""
+    def load_state(self, files: "Iterable[Mapping[str, torch.Tensor]]", values: Mapping[str, Any]) -> None:
+        """The inverse of `state`. files: the tensors of each file of the checkpoint."""
+
+    def adopt_weights(self, files: "Iterable[Mapping[str, torch.Tensor]]") -> None:
+        """Take these weights, by name, instead of the learner's own. A float32 master that rounds to its
+        weight stays, and so do the moments. Raises MissingObject if the learner trains no weight of a name."""
 
 
 class PromptSource(Protocol):

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from pipelinerl_core.interfaces import Learner
+from pipelinerl_core.interfaces import Learner, ObjectStore
+from pipelinerl_core.training.live_state import parts_of
 from pipelinerl_core.types import Completion, Float32Array, WeightManifest
+from pipelinerl_core.weights.checkpoint import load_checkpoint
 from pipelinerl_core.weights.files import take_snapshot
 from pipelinerl_core.weights.publish import WeightPublisher
 from tests.snapshots import snapshot_of
@@ -118,6 +120,19 @@ def publish(
 ) -> WeightManifest:
     """Publish some weights."""
     return publisher.publish(version, snapshot_of(tensors, publisher.memory), durable=durable)
+
+
+def read_checkpoint(store: ObjectStore, step: int, epoch: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The whole tensors of a checkpoint, and its values. Asserts that no element is missing or there twice."""
+    files, values = load_checkpoint(store, step, epoch)
+    wholes: dict[str, Tensor] = {}
+    counts: dict[str, Tensor] = {}
+    for name, start, shape, values_N in parts_of(files):
+        whole = wholes.setdefault(name, torch.empty(shape, dtype=values_N.dtype)).view(-1)
+        whole[start : start + len(values_N)] = values_N
+        counts.setdefault(name, torch.zeros_like(whole, dtype=torch.int64))[start : start + len(values_N)] += 1
+    assert all((count == 1).all() for count in counts.values())
+    return wholes, values
 
 
 def state_of(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:

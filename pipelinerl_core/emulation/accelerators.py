@@ -15,7 +15,7 @@ figures of a run with much overrun describe this machine, not the emulated accel
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -181,8 +181,11 @@ class EmulatedLearner:
     def state(self) -> "LiveState":
         return self._learner.state()
 
-    def load_state(self, tensors: "Mapping[str, torch.Tensor]", values: Mapping[str, Any]) -> None:
-        self._learner.load_state(tensors, values)
+    def load_state(self, files: "Iterable[Mapping[str, torch.Tensor]]", values: Mapping[str, Any]) -> None:
+        self._learner.load_state(files, values)
+
+    def adopt_weights(self, files: "Iterable[Mapping[str, torch.Tensor]]") -> None:
+        self._learner.adopt_weights(files)
 
 
 def emulated_clock(config: RunConfig) -> EmulatedClock | None:

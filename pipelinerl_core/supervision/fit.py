@@ -203,12 +203,16 @@ def check_fit(config: RunConfig) -> list[str]:
 def container_bytes(config: RunConfig, role: str) -> tuple[float, float] | None:
     """Bytes of memory, without /dev/shm, and of /dev/shm that a container of the role `actor` or `trainer` needs.
 
-    None if the model is unknown. Memory of the trainer: of all its ranks.
+    None if the model is unknown. Of a trainer on several hosts: of the host of rank 0, which needs the most.
     """
     fit = fit_of(config)
     if fit is None:
         return None
-    return next((role_fit.host_bytes, role_fit.shared_bytes) for role_fit in fit.roles if role_fit.role == role)
+    role_fit = next(each for each in fit.roles if each.role == role)
+    nodes = config.placement.trainer_nodes if role == "trainer" else 1
+    whole = ("versions",) if config.learner.zero_stage else ("versions", "checkpoint")  # of rank 0 alone
+    own = sum(part.num_bytes / (1 if part.name in whole else nodes) for part in role_fit.host)
+    return own, role_fit.shared_bytes
 
 
 def _trainer(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit:
@@ -236,18 +240,19 @@ def _trainer(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit
 def _trainer_host(config: RunConfig, shape: ModelShape, version: float, state: dict[str, float]) -> dict[str, float]:
     """Of all ranks; `state`: what each of them has in the memory of the host."""
     trained, gpus, shm = _trained(config, shape), gpus_of(config, "trainer"), config.weights.uses_shared_memory
-    # Rank 0 has snapshots of the weights, in shared memory or its own, and while a checkpoint is written at most one
-    # copy of it: all of it with DeepSpeed, else what was not written when the next step updates the weights.
+    # Rank 0 has snapshots of the weights, in shared memory or its own. While a checkpoint is written, there is a copy
+    # of what was not written when the next step updates the weights: on rank 0, or of the part of each rank.
     own = 0 if shm else _OWN_VERSIONS * version
     rescored = 0 if shm and not config.learner.lora_rank else _rescored(config, shape)  # 0: these are published files
-    checkpoint = 12.0 * trained
+    writers = config.trainer.ranks if config.learner.zero_stage else 1
+    checkpoint = 12.0 * trained + writers * _FILE_BYTES
+    if not gpus:
+        # On a CPU a step takes longer than the writing of all files, each of which has at least one tensor.
+        largest = 4 * shape.vocabulary * shape.hidden / writers
+        checkpoint = min(12.0 * trained, writers * max(_FILE_BYTES, largest))
     if not gpus and not config.learner.splits_state:
         more = config.trainer_threads - 1  # packs computed at once, beside the first
         state = state | {"packs": more * (state["activations"] + _width(config) * trained)}
-        # On a CPU a step takes longer than the writing of all files, each of which has at least one tensor.
-        checkpoint = min(checkpoint, max(_FILE_BYTES, 4 * shape.vocabulary * shape.hidden))
-    else:
-        checkpoint += _FILE_BYTES
     return {name: size * config.trainer.ranks for name, size in state.items()} | {
         "versions": own + rescored,
         "checkpoint": checkpoint,

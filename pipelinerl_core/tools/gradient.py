@@ -34,14 +34,12 @@ def gradient_norms(url: str, step: int, group: int, rollout: int) -> dict[str, A
         raise ConfigError(f"step {step} has not trained rollout {group}.{rollout}")
     with open_learners(url, context.config.trainer.ranks) as learners:
         learner = learners.build(context.config)
-        restore(store, learner, commits, step - 1)
-        for _ in replay_steps(store, learner, commits, step - 1):
-            pass
-        before = learner.state()
         norms = {}
         for name, chosen in (("all", rows), ("without", [row for row in rows if row not in own]), ("alone", own)):
+            restore(store, learner, commits, step - 1)
+            for _ in replay_steps(store, learner, commits, step - 1):
+                pass
             norms[name] = learner.step(chosen)["train/grad_norm"]
-            learner.load_state(dict(before.tensors), before.values)
     recorded = commit.metrics.get("train/grad_norm")
     return {"step": step, "rollout": f"{group}.{rollout}", "recorded": recorded, "gradient_norms": norms}
 

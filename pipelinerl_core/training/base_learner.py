@@ -6,26 +6,36 @@ roles/trainer/learners.py.
 Shapes: N = sampled tokens of a pack, C = completion tokens of a rollout.
 """
 
+import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pipelinerl_core.algo.adapters import AdapterNote
 from pipelinerl_core.algo.losses import LossSums
 from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.run import RunConfig
+from pipelinerl_core.errors import ConfigError, MissingObject
 from pipelinerl_core.interfaces import WeightLayout
 from pipelinerl_core.training.learning_rate import LearningRate
+from pipelinerl_core.training.live_state import LiveState, StatePart, parts_of
 from pipelinerl_core.training.lora import PublishedWeight, published_weights
+from pipelinerl_core.training.model import whole_shape
+from pipelinerl_core.training.optimizer import MOMENTS
 from pipelinerl_core.training.out_of_memory import explain_out_of_memory
 from pipelinerl_core.training.policy import Policy, PolicyOutput, pack_loss
 from pipelinerl_core.training.ranks import Ranks
 from pipelinerl_core.training.step_sums import StepSums, restored_generator_after_refusal
 from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
+
+_GENERATOR = "rng.torch"
 
 StepLogprobs = list[Float32Array | None]
 """See `interfaces.Learner.trainer_logprobs`."""
@@ -48,6 +58,25 @@ def logprobs_by_row(
             logprobs_C[is_sampled_C] = vector[begin:end]
             logprobs[index] = logprobs_C
     return logprobs
+
+
+def copy_overlap(own_M: Tensor, own_start: int, values_N: Tensor, start: int) -> None:
+    """Copy the elements that [own_start, own_start + M) and [start, start + N) share."""
+    begin, end = max(own_start, start), min(own_start + len(own_M), start + len(values_N))
+    if begin < end:
+        own_M[begin - own_start : end - own_start].copy_(values_N[begin - start : end - start])
+
+
+def _require_shape(name: str, there: Sequence[int] | None, wanted: Sequence[int] | None) -> None:
+    """Raises ConfigError unless a tensor has the same shape in checkpoint and model; None: no such tensor."""
+    if there is None or wanted is None or tuple(there) != tuple(wanted):
+        in_checkpoint, in_model = (
+            "nothing" if shape is None else f"shape {tuple(shape)}" for shape in (there, wanted)
+        )
+        raise ConfigError(
+            f"{name}: {in_checkpoint} in the checkpoint, {in_model} in the model: the checkpoint belongs to another "
+            "model. Set model.path to the model of the run"
+        )
 
 
 class Batcher(Protocol):
@@ -97,6 +126,8 @@ class BaseLearner(ABC):
         self.step_vectors: list[Float32Array] = []
         """[N] trainer_logprobs of each rank in the newest step, in the order of its packs."""
         self._rate = LearningRate(config)
+        self._lent: LiveState | None = None
+        """A state that may still be read."""
 
     def step(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
         """One optimizer step on these rows; version grows by one. Returns its metrics by name (see `StepSums`).
@@ -134,6 +165,102 @@ class BaseLearner(ABC):
     @abstractmethod
     def _step_packs(self, packs: Iterator[PackedBatch], sums: StepSums) -> dict[str, float]:
         """Gradients of the packs, and the step of the optimizer; raises TrainingDiverged as `step`."""
+
+    def state(self) -> LiveState:
+        """Everything that the next steps depend on: trained weights, moments, version, state of torch's generator.
+
+        With LoRA the trained weights are the adapters; the base model is not included. A sharded learner returns what
+        its rank has; rank 0 alone has what all ranks share.
+        """
+        self._before_change()
+        tensors = self._state()
+        if self._ranks.rank == 0:
+            tensors[_GENERATOR] = torch.get_rng_state()
+        self._lent = LiveState(tensors, {"version": self.version, **self._rate.state()})
+        return self._lent
+
+    def _before_change(self) -> None:
+        if self._lent is not None:
+            self._lent.detach()
+            self._lent = None
+
+    @torch.no_grad()
+    def load_state(self, files: Iterable[Mapping[str, Tensor]], values: Mapping[str, Any]) -> None:
+        """The inverse of `state`, of any number of ranks: the following steps give the same bits.
+
+        files: their tensors by name; every rank passes the files of all ranks. Raises ConfigError if the state is of
+        another model. After an error the learner must not be used until another call succeeds.
+        """
+        self._before_change()
+        shapes = {name: whole_shape(parameter) for name, parameter in self._policy.trained().items()}
+        counts: Counter[str] = Counter()
+        generator = None
+        self._forget_moments()
+        with self._changing():
+            for part in parts_of(files):
+                if part.name == _GENERATOR:
+                    generator = part.values_N
+                else:
+                    self._load_part(part, shapes)
+                    counts[part.name] += len(part.values_N)
+        for name, shape in shapes.items():
+            _require_shape(f"weights.{name}", shape if counts[f"weights.{name}"] == math.prod(shape) else None, shape)
+        if generator is not None:
+            torch.set_rng_state(generator.clone())
+        self.version = int(values["version"])
+        self._rate.load_state(values)
+
+    def _load_part(self, part: StatePart, shapes: Mapping[str, Sequence[int]]) -> None:
+        kind, _, rest = part.name.partition(".")
+        name, moment = (rest, None) if kind == "weights" else rest.rpartition(".")[::2]
+        if moment == "step":
+            self._set_num_updates(name, float(part.values_N))
+            return
+        _require_shape(part.name, part.shape, shapes.get(name) if moment in (None, *MOMENTS) else None)
+        copy_overlap(*self._own(name, moment), part.values_N, part.start)
+        if moment is None:
+            self._set_weights(name, part.start, part.values_N)
+
+    @torch.no_grad()
+    def adopt_weights(self, files: Iterable[Mapping[str, Tensor]]) -> None:
+        """Take weights by name instead of the learner's own; a float32 master that rounds to its weight is kept.
+
+        Raises MissingObject if the learner trains no weight of a name.
+        """
+        self._before_change()
+        with self._changing():
+            for part in parts_of(files):
+                if part.name not in self._policy.trained():
+                    raise MissingObject(f"weights.{part.name} is not in the learner's state")
+                own_M, start = self._own(part.name, None)
+                given_M = part.values_N[start : start + len(own_M)].to(own_M.device)
+                own_M.copy_(torch.where(own_M.to(given_M.dtype) == given_M, own_M, given_M.to(own_M.dtype)))
+                self._set_weights(part.name, 0, part.values_N)
+
+    @abstractmethod
+    def _state(self) -> dict[str, Tensor]:
+        """weights.<name> (float32 masters), optimizer.<name>.<moment> and optimizer.<name>.step, or parts of them."""
+
+    @abstractmethod
+    def _own(self, name: str, moment: str | None) -> tuple[Tensor, int]:
+        """A view of the elements [M] of a parameter's master, or of a moment, that this rank has, and the position of
+        the first. Moments are created."""
+
+    @abstractmethod
+    def _forget_moments(self) -> None:
+        """Be as before the first step."""
+
+    @abstractmethod
+    def _set_num_updates(self, name: str, num_updates: float) -> None:
+        """Set the number of updates in a parameter's moments."""
+
+    @abstractmethod
+    def _set_weights(self, name: str, start: int, values_N: Tensor) -> None:
+        """Set elements of the weights that forward passes use, if they are not the master."""
+
+    @abstractmethod
+    def _changing(self) -> AbstractContextManager[None]:
+        """The block in which masters and weights are changed."""
 
     def _pack_loss(self, batch: PackedBatch, output: PolicyOutput) -> LossSums:
         return pack_loss(

@@ -5,7 +5,7 @@ division is wanted, because loss_weight contains the normalisation. So this modu
 multiplies the loss by the number of ranks before DeepSpeed averages over the ranks.
 
 Checkpoints have the same names and values as the torch learner's checkpoints: any number of ranks, any ZeRO stage and
-both learners can load them. State is gathered parameter by parameter.
+both learners can load them. With ZeRO 1 to 3 each rank writes the parts of masters and moments that it has.
 
 Shapes: N = sampled tokens of a pack, C = completion tokens of a rollout.
 """
@@ -26,10 +26,11 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.errors import ConfigError, PipelineRLError
-from pipelinerl_core.training.base_learner import BaseLearner
-from pipelinerl_core.training.live_state import LiveState
+from pipelinerl_core.training.base_learner import BaseLearner, copy_overlap
+from pipelinerl_core.training.live_state import part_key
 from pipelinerl_core.training.lora import PublishedWeight
-from pipelinerl_core.training.optimizer import MOMENTS, make_adam, master_of, snapshot
+from pipelinerl_core.training.model import own_part, whole_shape
+from pipelinerl_core.training.optimizer import MOMENTS, make_adam, num_updates_tensor
 from pipelinerl_core.training.ranks import Ranks
 from pipelinerl_core.training.step_sums import StepSums, check_finite, is_finite
 from pipelinerl_core.types import Float32Array, Rollout
@@ -108,6 +109,7 @@ class DeepSpeedLearner(BaseLearner):
             if not math.isfinite(norm):  # the plain optimizer would take the step
                 self._engine.zero_grad()
                 return norm
+        self._before_change()
         self._engine.step()
         global_norm = float(self._engine.get_global_grad_norm() if norm is None else norm)
         if not math.isfinite(global_norm) and self._engine.was_step_applied():
@@ -133,38 +135,69 @@ class DeepSpeedLearner(BaseLearner):
                     for weight in chunk:
                         weight.copy_to(targets[weight.name])
 
-    def state(self) -> LiveState:
-        """As `TorchLearner.state`, for any stage and number of ranks, copied; on ranks except 0 without tensors."""
-        tensors = {"rng.torch": torch.get_rng_state()}
+    def _state(self) -> dict[str, Tensor]:
+        tensors = {}
         for name, parameter in self._parameters.items():
-            master = self._full(parameter, None)
-            if self._ranks.rank == 0:
-                tensors[f"weights.{name}"] = snapshot(master)
-            for moment in MOMENTS if self._num_updates else ():
-                value = self._full(parameter, moment)
-                if self._ranks.rank == 0:
-                    tensors[f"optimizer.{name}.{moment}"] = snapshot(value)
+            shape = whole_shape(parameter)
+            keys: dict[str, str | None] = {f"weights.{name}": None}
+            if self._num_updates:
+                keys |= {f"optimizer.{name}.{moment}": moment for moment in MOMENTS}
+            for key, moment in keys.items():
+                own_M, start = self._own(name, moment)
+                if len(own_M) == math.prod(shape):
+                    tensors[key] = own_M.view(shape)
+                elif len(own_M):
+                    tensors[part_key(key, start, shape)] = own_M
             if self._num_updates and self._ranks.rank == 0:
                 tensors[f"optimizer.{name}.step"] = torch.tensor(float(self._num_updates))
-        values = {"version": self.version, **self._rate.state()}
-        return LiveState(tensors if self._ranks.rank == 0 else {}, values, is_copied=True)
+        return tensors
 
-    @torch.no_grad()
-    def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """The inverse of `state`; every rank passes the same tensors."""
-        steps = [float(tensors[key]) for key in tensors if key.endswith(".step")]
-        self._make_states(max(steps, default=0.0))
-        for name, parameter in self._parameters.items():
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            master = master_of(tensors, name, shape).to(self._device)
-            with self._gathered([parameter], is_changed=True):
-                parameter.copy_(master)
-            self._set_full(parameter, None, master)
-            for moment in MOMENTS if steps else ():
-                self._set_full(parameter, moment, tensors[f"optimizer.{name}.{moment}"].to(self._device))
-        torch.set_rng_state(tensors["rng.torch"])
-        self.version = int(values["version"])
-        self._rate.load_state(values)
+    def _own(self, name: str, moment: str | None) -> tuple[Tensor, int]:
+        parameter: Any = self._parameters[name]
+        if moment is not None and not self._adam.state:
+            self._make_states()
+        if self._stage == 0:
+            own_M: Tensor = parameter if moment is None else self._adam.state[parameter][moment]
+            return own_M.view(-1), 0
+        if self._stage == 3:
+            own_M, _ = self._engine.optimizer._get_fp32_opt_state_partition(
+                parameter, release_swap_buffers=False, optim_state_key=moment
+            )
+            start = self._ranks.rank * len(own_M)
+            return own_M[: max(0, parameter.ds_numel - start)], start
+        fragment = parameter._hp_mapping  # None if this rank has no element
+        if fragment is None:
+            return torch.empty(0), 0
+        return fragment.get_hp_fragment(moment), fragment.lp_fragment_address.start
+
+    def _forget_moments(self) -> None:
+        self._adam.state.clear()
+        if self._stage in (1, 2):
+            self._engine.optimizer._hp_optimizer_states_linked = False
+
+    def _set_num_updates(self, name: str, num_updates: float) -> None:
+        if not self._adam.state:
+            self._make_states()
+        for state in self._adam.state.values():
+            state["step"].fill_(num_updates)
+
+    def _set_weights(self, name: str, start: int, values_N: Tensor) -> None:
+        parameter: Any = self._parameters[name]
+        if self._stage == 3:
+            copy_overlap(
+                own_part(parameter, self._ranks.rank), self._ranks.rank * parameter.ds_tensor.numel(), values_N, start
+            )
+        else:
+            copy_overlap(parameter.view(-1), 0, values_N, start)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        if self._stage < 3:
+            yield
+            return
+        self._engine.optimizer.checkpoint_event_prologue()  # small parameters, which every rank has, are divided
+        yield
+        self._engine.optimizer.checkpoint_event_epilogue()
 
     def _chunks(self) -> Iterator[list[PublishedWeight]]:
         chunk: list[PublishedWeight] = []
@@ -179,12 +212,10 @@ class DeepSpeedLearner(BaseLearner):
         if chunk:
             yield chunk
 
-    def _gathered(self, parameters: Sequence[Tensor], *, is_changed: bool = False) -> AbstractContextManager[Any]:
+    def _gathered(self, parameters: Sequence[Tensor]) -> AbstractContextManager[Any]:
         if self._stage < 3:
             return nullcontext()
-        context: AbstractContextManager[Any] = self._deepspeed.zero.GatheredParameters(
-            list(parameters), modifier_rank=0 if is_changed else None
-        )
+        context: AbstractContextManager[Any] = self._deepspeed.zero.GatheredParameters(list(parameters))
         return context
 
     @property
@@ -206,51 +237,13 @@ class DeepSpeedLearner(BaseLearner):
         )
         return list(masters)
 
-    def _make_states(self, num_updates: float) -> None:
-        """Create zero moments as after `num_updates` steps; AdamW creates moments only at its first step."""
-        self._adam.state.clear()
-        if not num_updates:
-            return
+    def _make_states(self) -> None:
+        """Create moments, which AdamW creates only at its first step."""
         for master in self._masters():
             moments = {moment: torch.zeros_like(master) for moment in MOMENTS}
-            self._adam.state[master] = {
-                "step": torch.tensor(num_updates, device=_step_device(self._adam, master)),
-                **moments,
-            }
-        link = getattr(self._engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
-        if link is not None:
-            self._engine.optimizer._hp_optimizer_states_linked = False
-            link()
-
-    def _full(self, parameter: Tensor, moment: str | None) -> Tensor:
-        """The float32 master of a parameter, or one of its moments, gathered from all ranks."""
-        utils = self._deepspeed.utils
-        if self._stage == 0:
-            return parameter if moment is None else self._adam.state[parameter][moment]
-        if moment is None:
-            full: Tensor = utils.safe_get_full_fp32_param(parameter)
-        else:
-            full = utils.safe_get_full_optimizer_state(parameter, moment)
-        return full.view(getattr(parameter, "ds_shape", parameter.shape))
-
-    def _set_full(self, parameter: Any, moment: str | None, value: Tensor) -> None:
-        if self._stage == 0:
-            if moment is not None:
-                self._adam.state[parameter][moment].copy_(value)
-            return
-        if self._stage == 3:  # DeepSpeed's setter requires a size divisible by the number of ranks
-            own, _ = self._engine.optimizer._get_fp32_opt_state_partition(
-                parameter, release_swap_buffers=False, optim_state_key=moment
-            )
-            padded = torch.zeros(own.numel() * self._ranks.size, dtype=torch.float32, device=value.device)
-            padded[: value.numel()] = value.reshape(-1)
-            own.copy_(padded.chunk(self._ranks.size)[self._ranks.rank])
-            return
-        utils = self._deepspeed.utils
-        if moment is None:
-            utils.safe_set_full_fp32_param(parameter, value)
-        else:
-            utils.safe_set_full_optimizer_state(parameter, value, moment)
+            self._adam.state[master] = {"step": num_updates_tensor(0.0, self._adam, master), **moments}
+        if self._stage in (1, 2):
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def deepspeed_config(config: RunConfig) -> dict[str, Any]:
@@ -321,8 +314,3 @@ def load_deepspeed(device: torch.device, ranks: Ranks, seconds: float) -> Any:
 def _group_of_all(world: Any, seconds: float) -> Any:
     """The group of all ranks of the process group `world`, the same at each call."""
     return dist.new_group(timeout=timedelta(seconds=seconds))
-
-
-def _step_device(adam: torch.optim.Optimizer, master: Tensor) -> torch.device:
-    """Device of AdamW's step counter: the device of the moments if AdamW is fused, else the CPU."""
-    return master.device if adam.defaults.get("fused") else torch.device("cpu")

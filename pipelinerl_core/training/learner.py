@@ -11,6 +11,7 @@ Shapes: N = sampled tokens of a pack, C = completion tokens of a rollout.
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,6 @@ from pipelinerl_core.algo.losses import LossSums
 from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.training.base_learner import BaseLearner
-from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.training.lora import trained_parameters
 from pipelinerl_core.training.optimizer import MasterOptimizer
 from pipelinerl_core.training.ranks import ALONE, Ranks
@@ -53,8 +53,6 @@ class TorchLearner(BaseLearner):
         """
         super().__init__(model, config, ranks=ranks, **more)
         self._optimizer = MasterOptimizer(self._policy.trained(), config.learner, rests=config.gpu_turns)
-        self._lent: LiveState | None = None
-        """A state that may still be read."""
         # One core per pack: the matrix products of a small model are too small for several threads.
         self._workers = None if threads == 1 else ThreadPoolExecutor(threads, "pack", torch.set_num_threads, (1,))
 
@@ -111,25 +109,20 @@ class TorchLearner(BaseLearner):
         for weight in self._published():
             weight.copy_to(targets[weight.name])
 
-    def state(self) -> LiveState:
-        """Everything that the next steps depend on: trained weights, moments, version, state of torch's generator.
+    def _state(self) -> dict[str, Tensor]:
+        return self._optimizer.state()
 
-        With LoRA the trained weights are the adapters; the base model is not included.
-        """
-        self._before_change()
-        tensors = {**self._optimizer.state(), "rng.torch": torch.get_rng_state()}
-        self._lent = LiveState(tensors, {"version": self.version, **self._rate.state()})
-        return self._lent
+    def _own(self, name: str, moment: str | None) -> tuple[Tensor, int]:
+        return self._optimizer.own(name, moment), 0
 
-    def _before_change(self) -> None:
-        if self._lent is not None:
-            self._lent.detach()
-            self._lent = None
+    def _forget_moments(self) -> None:
+        self._optimizer.forget_moments()
 
-    def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """The inverse of `state`: the following steps give the same bits."""
-        self._before_change()
-        self._optimizer.load_state(tensors)
-        torch.set_rng_state(tensors["rng.torch"])
-        self.version = int(values["version"])
-        self._rate.load_state(values)
+    def _set_num_updates(self, name: str, num_updates: float) -> None:
+        self._optimizer.set_num_updates(name, num_updates)
+
+    def _set_weights(self, name: str, start: int, values_N: Tensor) -> None:
+        """Nothing to do: the optimizer copies its masters at the end of the block."""
+
+    def _changing(self) -> AbstractContextManager[None]:
+        return self._optimizer.changing()

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from pipelinerl_core.config.learners import LearnerConfig
-from pipelinerl_core.errors import StoreError, TrainingDiverged
+from pipelinerl_core.errors import TrainingDiverged
 
 _BETA1 = 0.9  # AdamW's usual decay of the first moment
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of AdamW's moments of each parameter."""
-_STATE = ("step", *MOMENTS)
 
 
 def learning_rate(step: int, config: LearnerConfig, num_steps: int) -> float:
@@ -36,22 +35,9 @@ def make_adam(parameters: Sequence[Tensor], config: LearnerConfig) -> torch.opti
     )
 
 
-def master_of(tensors: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor:
-    """The weights of a parameter in a checkpoint. Raises StoreError if the checkpoint lacks them or has another
-    shape."""
-    tensor = tensors.get(f"weights.{name}")
-    if tensor is None or tuple(tensor.shape) != tuple(shape):
-        there = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
-        raise StoreError(
-            f"weights.{name}: {there} in the checkpoint, {tuple(shape)} in the model: the checkpoint belongs to "
-            "another model. Set model.path to the model of the run"
-        )
-    return tensor
-
-
-def snapshot(tensor: Tensor) -> Tensor:
-    """A contiguous copy on the CPU."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
+def num_updates_tensor(num_updates: float, adam: torch.optim.Optimizer, master: Tensor) -> Tensor:
+    """AdamW's counter of steps: on the device of the moments if AdamW is fused, else on the CPU."""
+    return torch.tensor(num_updates, device=master.device if adam.defaults.get("fused") else None)
 
 
 class MasterOptimizer:
@@ -153,16 +139,28 @@ class MasterOptimizer:
         parameters = {id(parameter) for parameter in self.parameters}
         return [(name, tensor) for name, tensor in self.state().items() if id(tensor) not in parameters]
 
-    @torch.no_grad()
-    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `state`. Reads each tensor once. Raises StoreError if names or shapes belong to another
-        model."""
+    def forget_moments(self) -> None:
+        """Be as before the first step."""
         self._adam.state.clear()
-        for name, master in self._masters.items():
-            master.copy_(master_of(tensors, name, master.shape))
-            keys = {key: f"optimizer.{name}.{key}" for key in _STATE}
-            if moments := {key: tensors[full] for key, full in keys.items() if full in tensors}:
-                self._adam.state[master] = {key: value.to(master.device, copy=True) for key, value in moments.items()}
+
+    def own(self, name: str, moment: str | None) -> Tensor:
+        """[M] elements of the master of a parameter, or of a moment, which is created; a view."""
+        master = self._masters[name]
+        if moment is None:
+            return master.view(-1)
+        state = self._adam.state[master]
+        if moment not in state:
+            state[moment] = torch.zeros_like(master)
+        return torch.as_tensor(state[moment]).view(-1)
+
+    def set_num_updates(self, name: str, num_updates: float) -> None:
+        master = self._masters[name]
+        self._adam.state[master]["step"] = num_updates_tensor(num_updates, self._adam, master)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """The block in which the caller changes masters and moments."""
+        yield
         self._rest()
         self._copy_to_model()
 

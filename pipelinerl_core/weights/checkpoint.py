@@ -3,9 +3,11 @@
 The data is written first, the manifest with sizes and digests last.
 
 checkpoints/<step>.<k>/state-<number>.safetensors, then checkpoints/<step>.<k>/manifest.json
+
+If the state is divided among ranks, rank r writes its part into state-<r>-<number>.safetensors.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -22,6 +24,7 @@ from pipelinerl_core.run.records import (
 )
 from pipelinerl_core.storage.digests import entry_of, read_verified
 from pipelinerl_core.storage.keys import delete_with_folders
+from pipelinerl_core.types import FileEntry
 from pipelinerl_core.weights.files import lay_out, metas_of, num_bytes, parse_copy
 
 _MANIFEST = "manifest.json"
@@ -32,6 +35,8 @@ class State(Protocol):
     """The state of a learner, as `training.live_state.LiveState` is."""
 
     values: dict[str, Any]
+    written_elsewhere: Callable[[str], Sequence[FileEntry]]
+    """Waits for the files that other ranks write below a prefix."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -42,20 +47,24 @@ class State(Protocol):
 
 
 def save_checkpoint(store: ObjectStore, step: int, epoch: int, state: State) -> CheckpointManifest:
-    """Write a learner's state after `step`, in files whose memory is bounded by FILE_BYTES and the largest tensor.
-
-    Returns after the manifest, which completes the checkpoint, is stored.
-    """
+    """Write a learner's state after `step`. Returns after the manifest, which completes the checkpoint, is stored."""
     prefix = checkpoint_prefix(step, epoch)
-    files = []
+    files = (*write_state(store, prefix, state), *state.written_elsewhere(prefix))
+    manifest = CheckpointManifest(step=step, epoch=epoch, files=files, values=state.values)
+    store.put(f"{prefix}/{_MANIFEST}", manifest.model_dump_json(indent=1).encode())
+    return manifest
+
+
+def write_state(store: ObjectStore, prefix: str, state: State, *, rank: int = 0) -> Iterator[FileEntry]:
+    """Write the tensors of a rank; yields each file after it is stored. FILE_BYTES and the largest tensor bound the
+    memory."""
+    of_rank = f"{rank}-" if rank else ""
     for number, metas in enumerate(_files(metas_of(state.tensors)), 1):
         snapshot = lay_out(WeightLayout(metas))
         state.take(snapshot.tensors)
-        files.append(entry_of(f"state-{number:05d}.safetensors", snapshot.data))
-        store.put(f"{prefix}/{files[-1].name}", memoryview(snapshot.data))
-    manifest = CheckpointManifest(step=step, epoch=epoch, files=tuple(files), values=state.values)
-    store.put(f"{prefix}/{_MANIFEST}", manifest.model_dump_json(indent=1).encode())
-    return manifest
+        entry = entry_of(f"state-{of_rank}{number:05d}.safetensors", snapshot.data)
+        store.put(f"{prefix}/{entry.name}", memoryview(snapshot.data))
+        yield entry
 
 
 def _files(metas: Iterable[TensorMeta]) -> Iterator[tuple[TensorMeta, ...]]:
@@ -71,22 +80,25 @@ def _files(metas: Iterable[TensorMeta]) -> Iterator[tuple[TensorMeta, ...]]:
     yield tuple(chosen)
 
 
-def load_checkpoint(store: ObjectStore, step: int, epoch: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read and verify the tensors and values of a checkpoint.
+def load_checkpoint(
+    store: ObjectStore, step: int, epoch: int
+) -> tuple[Iterator[Mapping[str, Tensor]], dict[str, Any]]:
+    """The files of a checkpoint, each as its tensors by name, and the values. A file is read when it is asked for.
 
-    Raises MissingObject without a manifest, ChecksumMismatch if the data differs from the manifest, StoreError if the
-    manifest cannot be read or names a missing object.
+    Raises MissingObject without a manifest, StoreError if the manifest cannot be read. The iterator raises
+    ChecksumMismatch if a file differs from the manifest, StoreError if it is missing.
     """
-    prefix = checkpoint_prefix(step, epoch)
-    key = f"{prefix}/{_MANIFEST}"
-    manifest = read_record(store, key, CheckpointManifest)
-    tensors: dict[str, Tensor] = {}
+    manifest = read_record(store, f"{checkpoint_prefix(step, epoch)}/{_MANIFEST}", CheckpointManifest)
+    return _read_files(store, manifest), manifest.values
+
+
+def _read_files(store: ObjectStore, manifest: CheckpointManifest) -> Iterator[Mapping[str, Tensor]]:
+    prefix = checkpoint_prefix(manifest.step, manifest.epoch)
     for entry in manifest.files:
         try:
-            tensors |= parse_copy(read_verified(store, f"{prefix}/{entry.name}", entry), entry.name)
+            yield parse_copy(read_verified(store, f"{prefix}/{entry.name}", entry), entry.name)
         except MissingObject as error:
-            raise StoreError(f"{store.url}/{key} names a missing object: {error}") from error
-    return tensors, manifest.values
+            raise StoreError(f"{store.url}/{prefix}/{_MANIFEST} names a missing object: {error}") from error
 
 
 def prune_checkpoints(store: ObjectStore, counted: Mapping[int, str], keep: int = 2) -> list[tuple[int, int]]:

@@ -3,27 +3,37 @@
     python -m tests.integration.rank_cases RANKS CASES.json OUT
 
 CASES.json: [{"name": ..., "overrides": [...], "steps": [...], "load": name or null}]. For each case a learner is
-built, perhaps given the state that an earlier case ended with, and takes the steps. OUT/<name>.safetensors has its
-state and, as "published.<name>", its weights; OUT/stats.json what each step said. A negative step must be
+built, perhaps given the state that an earlier case ended with, perhaps in another process, and takes the steps.
+OUT/<name>/ has its checkpoint; OUT/<name>.safetensors the state in it and, as "published.<name>", the learner's
+weights; OUT/stats.json what each step said. A negative step must be
 refused: an odd step has an advantage that is not a number, an even step a log-probability, of a token that is not
 trained.
 """
 
 import json
 import math
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from safetensors.torch import load_file, save_file
+import pytest
+import torch
+from safetensors.torch import save_file
 
 from pipelinerl_core.batching.assemble import assemble_rows
-from pipelinerl_core.errors import TrainingDiverged
+from pipelinerl_core.errors import StoreError, TrainingDiverged
 from pipelinerl_core.models.resolve import load_config
-from pipelinerl_core.roles.trainer.learners import open_learners
-from tests.models import published_by, state_of
+from pipelinerl_core.roles.trainer.learners import Spread, open_learners
+from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.records import MANIFEST_FILE, CheckpointManifest, checkpoint_prefix, complete_checkpoints
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.weights.checkpoint import load_checkpoint, save_checkpoint
+from tests.models import published_by, read_checkpoint
 from tests.unit.training.learner_case import groups
+
+EPOCH = 3
 
 
 def rows_of(config, step):
@@ -46,30 +56,70 @@ def step_of(learner, config, step):
     raise AssertionError("the step was not refused")
 
 
-def saved(out, name):
-    """State that an earlier process ended with, on another number of ranks perhaps."""
-    tensors = load_file(out / f"{name}.safetensors")
-    values = json.loads((out / "stats.json").read_text())[name]["values"]
-    return {key: tensor for key, tensor in tensors.items() if not key.startswith("published.")}, values
+def checkpoint_of(out, name):
+    """Store, step and epoch of the checkpoint of a case."""
+    store = open_store(str(out / name))
+    (reference,) = complete_checkpoints(store.list("checkpoints"))
+    return store, reference.step, reference.epoch
 
 
-def run_case(learners, case, states, out):
+def manifest_of(out, name):
+    """Store and key of the manifest of a case."""
+    store, step, epoch = checkpoint_of(out, name)
+    return store, f"{checkpoint_prefix(step, epoch)}/{MANIFEST_FILE}"
+
+
+def load(learner, store, step, epoch):
+    """Load a checkpoint whose second file is damaged, then the intact one."""
+
+    def damaged():
+        yield next(load_checkpoint(store, step, epoch)[0])
+        raise StoreError("the next file is damaged")
+
+    with pytest.raises(StoreError, match="the next file is damaged"):
+        learner.load_state(damaged(), {"version": 77})
+    learner.load_state(*load_checkpoint(store, step, epoch))
+
+
+def check_adoption(learner, tensors, out):
+    """A learner that takes other weights has these; masters that round to the given weights, and moments, stay."""
+    given = published_by(learner)
+    name = next(name for name in given if f"weights.{name}" in tensors)
+    given[name].view(-1)[::2] += 0.25
+    learner.adopt_weights({key: tensor} for key, tensor in given.items() if f"weights.{key}" in tensors)
+    published = published_by(learner)
+    assert all(torch.equal(published[key], tensor) for key, tensor in given.items())
+    save_checkpoint(open_store(str(out)), learner.version, EPOCH, learner.state())
+    adopted, _ = read_checkpoint(open_store(str(out)), learner.version, EPOCH)
+    shutil.rmtree(out / "checkpoints")
+    changed = [key for key, tensor in adopted.items() if not torch.equal(tensor, tensors[key])]
+    assert changed == [f"weights.{name}"]
+    assert torch.equal(adopted[changed[0]].view(-1)[1::2], tensors[changed[0]].view(-1)[1::2])
+
+
+def run_case(learners, case, out):
     config = load_config("quickstart", case["overrides"])
     learner = learners.build(config)
     if case.get("load"):
-        learner.load_state(*(states.get(case["load"]) or saved(out, case["load"])))
+        load(learner, *checkpoint_of(out, case["load"]))
     stats = [step_of(learner, config, step) for step in case["steps"]]
     scored = learner.logprobs_of([row.rollout for row in rows_of(config, 1)])
-    states[case["name"]] = tensors, values = state_of(learner)
+    save_checkpoint(open_store(str(out)), learner.version, EPOCH, learner.state())
+    (out / "checkpoints").rename((out / case["name"]).mkdir() or out / case["name"] / "checkpoints")
+    tensors, values = read_checkpoint(*checkpoint_of(out, case["name"]))
+    files = [entry.name for entry in read_record(*manifest_of(out, case["name"]), CheckpointManifest).files]
     published = {f"published.{name}": tensor for name, tensor in published_by(learner).items()}
-    return tensors | published, {"steps": stats, "values": values, "scored": float(np.concatenate(scored).sum())}
+    if not config.learner.lora_rank:
+        check_adoption(learner, tensors, out)
+    told = {"steps": stats, "values": values, "files": files, "scored": float(np.concatenate(scored).sum())}
+    return tensors | published, told
 
 
 def main(ranks, cases, out):
-    states, told = {}, {}
-    with open_learners("", ranks) as learners:
+    told = {}
+    with open_learners(str(out), ranks, Spread(nodes=1, store=open_store(str(out)), epoch=EPOCH)) as learners:
         for case in cases:
-            tensors, told[case["name"]] = run_case(learners, case, states, out)
+            tensors, told[case["name"]] = run_case(learners, case, out)
             save_file(tensors, out / f"{case['name']}.safetensors")
     (out / "stats.json").write_text(json.dumps(told))
 

@@ -206,6 +206,9 @@ def test_a_step_is_that_of_the_torch_learner(name, outcomes, wanted):
             assert tensors[key] == step
         elif key.startswith(("weights.", "published.")):  # Adam divides by gradients that are nearly 0
             torch.testing.assert_close(tensors[key], tensor, rtol=0, atol=1e-5)
+    divided = name.partition("_after")[0].removeprefix("bf16_").removesuffix("_alone")[-1] in "123"
+    in_ranks = 1 if "_alone" in name or not divided else 2
+    assert len({file.removeprefix("state-").rpartition("-")[0] for file in told["files"]}) == in_ranks
     last, stats = told["steps"][-1], told_wanted["steps"][-1]
     assert last["train/grad_norm"] == pytest.approx(stats["train/grad_norm"], rel=1e-5)
     clip_norm = LORA_CLIP_NORM if kind in ("lora", "adapters") else CLIP_NORM

@@ -160,7 +160,8 @@ def test_a_resume_with_a_key_that_defines_the_run_is_refused(tmp_path: Path, ove
 def test_ranks_on_another_host_join_every_start_of_rank_0(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/one"
     two_hosts = ["placement.kind=work_pools", "placement.trainer_nodes=2", "placement.trainer_host=127.0.0.1"]
-    make_run(url, "trainer.ranks=2", *SMALL, "trainer.steps=20", *two_hosts)
+    divided = ["learner.kind=deepspeed", "learner.zero_stage=2", "checkpoint.every_seconds=0.5"]
+    make_run(url, "trainer.ranks=2", *SMALL, "trainer.steps=20", *two_hosts, *divided)
     log = tmp_path / "log.txt"
     actor, others = ("actor", url, log, "--name", "actor-0"), ("trainer_node", url, log, "--node", "1")
     with role("hub", url, log), role(*actor), role(*others) as node:
@@ -182,6 +183,8 @@ def test_ranks_on_another_host_join_every_start_of_rank_0(tmp_path: Path) -> Non
         assert node.wait(PATIENCE_SECONDS) == 0
     assert committed_steps(url) == 20
     assert_closes(url)
+    newest = max((tmp_path / "one" / "checkpoints").iterdir())
+    assert {path.name for path in newest.iterdir()} >= {"state-00001.safetensors", "state-1-00001.safetensors"}
 
 
 @pytest.mark.campaign

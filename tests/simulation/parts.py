@@ -145,6 +145,7 @@ class ScriptedLearner:
     def state(self) -> LiveState:
         return LiveState(take_snapshot(self).tensors, {"version": self.version})
 
-    def load_state(self, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> None:
-        self._digest = bytes(tensors["digest"].to(torch.uint8).numpy().tobytes())
+    def load_state(self, files: Iterable[Mapping[str, torch.Tensor]], values: Mapping[str, Any]) -> None:
+        (digest,) = [tensors["digest"] for tensors in files]
+        self._digest = bytes(digest.to(torch.uint8).numpy().tobytes())
         self.version = values["version"]

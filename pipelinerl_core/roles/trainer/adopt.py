@@ -7,11 +7,8 @@ committed weights replace them.
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-import torch
-
-from pipelinerl_core.algo.adapters import is_factor
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ChecksumMismatch, MissingObject
 from pipelinerl_core.interfaces import Learner, ObjectStore
@@ -53,7 +50,7 @@ def adopt(
                 "batch or checkpoint is damaged, or another library has changed. `pipelinerl audit` checks the files"
             )
     if differs:
-        _load_committed_weights(store, learner, commit)
+        _load_committed_weights(store, learner, commit, config)
     logger.info(
         "resumed at step %d: checkpoint %d, %d steps trained again in %.1f s",
         last, begun, last - begun, time.monotonic() - start,
@@ -61,7 +58,7 @@ def adopt(
     return commit
 
 
-def _load_committed_weights(store: ObjectStore, learner: Learner, commit: Commit) -> None:
+def _load_committed_weights(store: ObjectStore, learner: Learner, commit: Commit, config: RunConfig) -> None:
     """Load the committed weights, with which the actors have sampled; the optimizer's moments stay as recomputed."""
     if commit.manifest is None or commit.manifest.key is None:
         logger.warning(
@@ -69,10 +66,7 @@ def _load_committed_weights(store: ObjectStore, learner: Learner, commit: Commit
             "and the committed weights are not durable", commit.step,
         )  # fmt: skip
         return
-    state = learner.state()
-    state.detach()  # a GPU has no room for a second copy
-    tensors, values = state.tensors, state.values
-    if any(is_factor(name) for name in tensors) and not holds_adapters(commit.manifest):
+    if config.learner.lora_rank and not holds_adapters(commit.manifest):
         logger.warning(
             "step %d was trained again on other hardware: its adapters differ from the committed adapters by "
             "rounding, and adapters cannot be extracted from the committed merged weights", commit.step,
@@ -86,21 +80,9 @@ def _load_committed_weights(store: ObjectStore, learner: Learner, commit: Commit
             "and the committed weights are lost: %s", commit.step, error,
         )  # fmt: skip
         return
-    learner.load_state(_with_committed(tensors, committed), values)
+    learner.adopt_weights({name: weight} for name, weight in committed.items())
     if weights_digest(learner) != commit.weights_digest:
         raise ChecksumMismatch(
             f"step {commit.step}: the weights in {commit.manifest.key} differ from the digest of the commit"
         )
     logger.info("step %d was trained again on other hardware; the committed weights are loaded", commit.step)
-
-
-def _with_committed(
-    state: Mapping[str, torch.Tensor], committed: Mapping[str, torch.Tensor]
-) -> Mapping[str, torch.Tensor]:
-    """Write the committed weights into a state; a float32 master that rounds to its committed weight is kept."""
-    for name, weight in committed.items():
-        master = state.get(f"weights.{name}")
-        if master is None:
-            raise MissingObject(f"weights.{name} is not in the learner's state")
-        master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype)))
-    return state

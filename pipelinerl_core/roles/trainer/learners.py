@@ -24,6 +24,7 @@ from pipelinerl_core.models.paths import require_model
 from pipelinerl_core.roles.runtime.device import model_device
 from pipelinerl_core.roles.runtime.process import leave
 from pipelinerl_core.roles.trainer.rank_channel import RankChannel, join_ranks
+from pipelinerl_core.roles.trainer.rank_files import RankFiles
 from pipelinerl_core.roles.trainer.rank_processes import RANK_STOP_SECONDS, RankProcesses
 from pipelinerl_core.roles.trainer.ranked_learner import RankedLearner, RankLearner
 from pipelinerl_core.roles.trainer.rendezvous import announce_rendezvous, open_rendezvous, own_address, refusal_of
@@ -58,10 +59,12 @@ class Spread:
 
 @contextmanager
 def open_learners(run_url: str, ranks: int, spread: Spread | None = None) -> Iterator["Learners"]:
-    """A builder of learners; the other ranks end with the block. Without `spread` all ranks are on this host."""
+    """A builder of learners; the other ranks end with the block. Without `spread` all ranks are on this host, and no
+    checkpoint can be written."""
     with TemporaryDirectory(prefix="pipelinerl-ranks-") as directory:
+        epoch = 0 if spread is None else spread.epoch
         spread = spread if spread is not None and spread.nodes > 1 else None
-        learners = Learners(ranks, spread, Path(directory), RankProcesses(run_url))
+        learners = Learners(ranks, spread, Path(directory), RankProcesses(run_url), epoch)
         try:
             yield learners
         except BaseException as error:
@@ -75,13 +78,16 @@ def open_learners(run_url: str, ranks: int, spread: Spread | None = None) -> Ite
 class Learners:
     """Builds learners in this process and, with several ranks, in processes that it starts."""
 
-    def __init__(self, ranks: int, spread: Spread | None, directory: Path, processes: RankProcesses) -> None:
+    def __init__(
+        self, ranks: int, spread: Spread | None, directory: Path, processes: RankProcesses, epoch: int = 0
+    ) -> None:
         self._ranks = Ranks(0, ranks, None if spread is None else ranks // spread.nodes)
         self._spread = spread
         self._directory = directory
         self._channel: RankChannel | None = None
         self._rendezvous: Store | None = None
         self._processes = processes
+        self._epoch = epoch
         self._closing = threading.Event()
 
     def build(self, config: RunConfig) -> Learner:
@@ -93,7 +99,8 @@ class Learners:
         with self._channel.command("loading of the model"):
             self._channel.send("build", config=config.model_dump(mode="json"), code=loaded_texts())
             local, batcher = build_rank(config, self._ranks)
-        return RankedLearner(local, self._channel, batcher)
+        files = None if self._rendezvous is None else RankFiles(self._rendezvous, self._ranks.size)
+        return RankedLearner(local, self._channel, batcher, files=files, epoch=self._epoch)
 
     def close(self, *, at_once: bool = False) -> None:
         """End the other ranks: by a stop command, or at once by killing them."""
@@ -121,7 +128,7 @@ class Learners:
         )  # fmt: skip
         self._rendezvous = store
         rendezvous = RendezvousRecord(
-            epoch=0 if spread is None else spread.epoch, where=where, size=ranks.size, per_node=ranks.local_size,
+            epoch=self._epoch, where=where, size=ranks.size, per_node=ranks.local_size,
             device=device.type, seconds=seconds,
         )  # fmt: skip
         if spread is not None:

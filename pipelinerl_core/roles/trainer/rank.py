@@ -13,6 +13,7 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.roles.runtime.process import Arguments, freeze_startup_objects, leave, run_main
 from pipelinerl_core.roles.trainer.learners import build_rank
 from pipelinerl_core.roles.trainer.rank_channel import join_ranks, translate_rank_errors
+from pipelinerl_core.roles.trainer.rank_files import RankWriter
 from pipelinerl_core.roles.trainer.ranked_learner import RankLearner, serve
 from pipelinerl_core.roles.trainer.rendezvous import join_rendezvous, report_refusal
 from pipelinerl_core.run.records import RendezvousRecord
@@ -24,7 +25,7 @@ _CONNECT_SECONDS = 60.0
 
 _ARGUMENTS: Arguments = {
     **{f"--{name}": {"type": int, "required": True} for name in ("rank", "parent-pid")},
-    "--run": {"default": "", "help": "URL of the run; not read, only shown by ps"},
+    "--run": {"default": "", "help": "URL of the run, whose checkpoints the rank writes its part of"},
     "--rendezvous": {"type": RendezvousRecord.model_validate_json, "required": True, "help": "RendezvousRecord"},
 }
 
@@ -48,7 +49,7 @@ def _compute(arguments: argparse.Namespace) -> None:
         return built
 
     try:
-        serve(channel, build)
+        serve(channel, build, RankWriter(arguments.run, store, ranks.rank).write)
     except ConfigError as error:
         report_refusal(store, str(error))
         raise

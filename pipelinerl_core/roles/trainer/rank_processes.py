@@ -22,7 +22,7 @@ class RankProcesses:
     """Some ranks of a trainer, on this host. Call `start` on the main thread: the kernel ends the ranks with it."""
 
     def __init__(self, run_url: str) -> None:
-        """`run_url` is on the command lines of the ranks, to identify the run in a list of processes."""
+        """`run_url` is on the command lines of the ranks, which also identifies the run in a list of processes."""
         self._run_url = run_url
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._logged: set[int] = set()

@@ -5,10 +5,9 @@ rank, sends each rank its rows, and computes with the other ranks. If a rank fai
 committed then.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,25 +24,27 @@ from pipelinerl_core.data.codec import (
     to_message,
 )
 from pipelinerl_core.data.schema import BATCH_SCHEMA, ROLLOUT_SCHEMA
-from pipelinerl_core.errors import TrainingDiverged
+from pipelinerl_core.errors import PipelineRLError, TrainingDiverged
 from pipelinerl_core.interfaces import Learner, Rescorer, WeightLayout
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.roles.trainer.rank_channel import NO_BYTES, Payload, RankChannel, translate_rank_errors
+from pipelinerl_core.roles.trainer.rank_files import RankFiles
+from pipelinerl_core.run.records import checkpoint_prefix
 from pipelinerl_core.training.base_learner import StepLogprobs, logprobs_by_row
 from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.training.own_functions import load_own_functions
 from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
 
-_T = TypeVar("_T")
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.int64)}
 
 
 class RankLearner(Learner, Protocol):
-    """One rank's learner. All ranks call `load_state` and `logprobs_of` at once, with the same arguments."""
+    """One rank's learner. All ranks call `load_state`, `adopt_weights` and `logprobs_of` at once, with the same
+    arguments."""
 
     @property
     def is_sharded(self) -> bool:
-        """Whether `weights`, `state` and `logprobs_of` are collective."""
+        """Whether `weights` and `logprobs_of` are collective, and `state` is that of one rank."""
 
     def step_packs(self, packs: Iterable[PackedBatch]) -> dict[str, float]:
         """One optimizer step, collective."""
@@ -56,10 +57,21 @@ class RankLearner(Learner, Protocol):
 class RankedLearner:
     """All ranks as one Learner; an object of rank 0."""
 
-    def __init__(self, local: RankLearner, channel: RankChannel, batcher: PackBatcher) -> None:
+    def __init__(
+        self,
+        local: RankLearner,
+        channel: RankChannel,
+        batcher: PackBatcher,
+        *,
+        files: RankFiles | None = None,
+        epoch: int = 0,
+    ) -> None:
+        """files: of the other ranks; None: there is no other rank. epoch: of the trainer, in names of checkpoints."""
         self._local = local
         self._channel = channel
         self._batcher = batcher
+        self._files = files
+        self._epoch = epoch
         self.trainer_logprobs: StepLogprobs | None = None
 
     @property
@@ -96,58 +108,81 @@ class RankedLearner:
         return self._local.layout()
 
     def weights(self, targets: Mapping[str, Tensor]) -> None:
-        self._gathered("weights", lambda: self._local.weights(targets))
+        with self._channel.command("gathering of weights"):
+            if self._local.is_sharded:
+                self._channel.send("weights")
+            self._local.weights(targets)
 
     def state(self) -> LiveState:
-        return self._gathered("state", self._local.state)
-
-    def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        shapes = {name: (str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()}
-        with self._channel.command("sending of a checkpoint"):
-            self._channel.send("load", tensors=shapes, values=dict(values))
-            self._local.load_state(_SharedTensors(self._channel, shapes, tensors), values)
-
-    def _gathered(self, command: str, gather: Callable[[], _T]) -> _T:
-        with self._channel.command(f"gathering of {command}"):
+        """The state of rank 0; the other ranks begin to write theirs."""
+        prefix = checkpoint_prefix(self.version, self._epoch)
+        with self._channel.command("state of the ranks"):
             if self._local.is_sharded:
-                self._channel.send(command)
-            return gather()
+                self._channel.send("state", prefix=prefix)
+            state = self._local.state()
+        if self._local.is_sharded and self._files is not None:
+            state.written_elsewhere = self._files.wait
+        return state
+
+    def load_state(self, files: Iterable[Mapping[str, Tensor]], values: Mapping[str, Any]) -> None:
+        self._send_command("load", values=dict(values))
+        with closing(self._sent(files)) as sent:
+            self._local.load_state(sent, values)
+
+    def adopt_weights(self, files: Iterable[Mapping[str, Tensor]]) -> None:
+        self._send_command("adopt")
+        with closing(self._sent(files)) as sent:
+            self._local.adopt_weights(sent)
+
+    def _send_command(self, command: str, **values: Any) -> None:
+        with self._channel.command(command):
+            self._channel.send(command, **values)
+
+    def _sent(self, files: Iterable[Mapping[str, Tensor]]) -> Generator[Mapping[str, Tensor]]:
+        """The files, each sent to the other ranks before it is used here. No rank has two files in memory, and while
+        rank 0 reads a file, the others get heartbeats."""
+        end = "incomplete"
+        try:
+            for tensors in files:
+                with self._channel.command("sending of tensors"):
+                    shapes = {name: (str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()}
+                    self._channel.send("tensors", shapes=shapes)
+                    for tensor in tensors.values():
+                        self._channel.broadcast(tensor.contiguous())
+                yield tensors
+            end = "complete"
+        finally:
+            self._send_command(end)
 
 
-class _SharedTensors(Mapping[str, Tensor]):
-    """The tensors of rank 0 on every rank. Reading a tensor is collective, and receives it anew: all ranks read the
-    same names in the same order, so that no rank but 0 has the whole checkpoint in memory."""
-
-    def __init__(
-        self,
-        channel: RankChannel,
-        shapes: Mapping[str, tuple[str, Sequence[int]]],
-        own: Mapping[str, Tensor] = MappingProxyType({}),
-    ) -> None:
-        """shapes: name -> dtype and shape. own: the tensors, on rank 0."""
-        self._channel = channel
-        self._shapes = shapes
-        self._own = own
-
-    def __getitem__(self, name: str) -> Tensor:
-        dtype, shape = self._shapes[name]
-        is_here = name in self._own
-        tensor = self._own[name].cpu().contiguous() if is_here else torch.empty(shape, dtype=_DTYPES[dtype])
-        self._channel.broadcast(tensor)
-        return tensor
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._shapes
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
-
-    def __len__(self) -> int:
-        return len(self._shapes)
+class IncompleteFiles(PipelineRLError):
+    """Rank 0 could not read all files; it may send others."""
 
 
-def serve(channel: RankChannel, build: Callable[[RunConfig], tuple[RankLearner, PackBatcher]]) -> None:
-    """Command loop of a rank other than 0: execute commands of rank 0 until the command `stop`."""
+def _received(channel: RankChannel) -> Iterator[dict[str, Tensor]]:
+    """What rank 0's `_sent` sends, on another rank."""
+    while True:
+        values, _ = channel.receive()
+        if values["command"] == "complete":
+            return
+        if values["command"] == "incomplete":
+            raise IncompleteFiles("rank 0 could not read all files")
+        shapes: dict[str, tuple[str, list[int]]] = values["shapes"]
+        tensors = {name: torch.empty(shape, dtype=_DTYPES[dtype]) for name, (dtype, shape) in shapes.items()}
+        for tensor in tensors.values():
+            channel.broadcast(tensor)
+        yield tensors
+
+
+def serve(
+    channel: RankChannel,
+    build: Callable[[RunConfig], tuple[RankLearner, PackBatcher]],
+    write: Callable[[str, LiveState], None],
+) -> None:
+    """Command loop of a rank other than 0: execute commands of rank 0 until the command `stop`.
+
+    write: begins to write a state below a prefix.
+    """
     learner: RankLearner | None = None
     batcher: PackBatcher | None = None
     while True:
@@ -162,6 +197,8 @@ def serve(channel: RankChannel, build: Callable[[RunConfig], tuple[RankLearner, 
                 learner, batcher = build(config)
         elif learner is None or batcher is None:
             raise ValueError(f"{command} before build")
+        elif command == "state":
+            write(values["prefix"], learner.state())
         else:
             with translate_rank_errors(command):
                 _execute(command, values, data, learner, batcher, channel)
@@ -184,10 +221,12 @@ def _execute(
             learner.logprobs_of(decode_rollouts(from_message(data, ROLLOUT_SCHEMA)))
         case "weights":
             learner.weights({})
-        case "state":
-            learner.state()
         case "load":
-            learner.load_state(_SharedTensors(channel, values["tensors"]), values["values"])
+            with suppress(IncompleteFiles):
+                learner.load_state(_received(channel), values["values"])
+        case "adopt":
+            with suppress(IncompleteFiles):
+                learner.adopt_weights(_received(channel))
         case _:
             raise ValueError(f"unknown command {command}")
 

@@ -91,7 +91,7 @@ def restore(store: ObjectStore, learner: Learner, commits: dict[int, str], step:
     """
     for reference in _checkpoints(store, commits, step):
         try:
-            tensors, values = load_checkpoint(store, reference.step, reference.epoch)
+            learner.load_state(*load_checkpoint(store, reference.step, reference.epoch))
         except MissingObject:
             continue  # pruned
         except StoreUnavailable:
@@ -100,7 +100,6 @@ def restore(store: ObjectStore, learner: Learner, commits: dict[int, str], step:
             logger.error("checkpoint of step %d left out, an older checkpoint is tried: %s", reference.step, error)
             continue
         _check_base(store, learner, commits)
-        learner.load_state(tensors, values)
         return
     raise ConfigError(f"{store.url}: no intact checkpoint at or before step {step}, so the step cannot be replayed")
 

@@ -265,7 +265,7 @@ def values_of(step):
 
 
 class NoLearner:
-    def load_state(self, tensors, values):
+    def load_state(self, files, values):
         raise AssertionError("there is no checkpoint")
 
 

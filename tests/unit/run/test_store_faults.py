@@ -39,12 +39,12 @@ from pipelinerl_core.storage.s3 import S3Store
 from pipelinerl_core.tools.audit import Audit
 from pipelinerl_core.tools.gc import collect
 from pipelinerl_core.training.live_state import LiveState
-from pipelinerl_core.weights.checkpoint import load_checkpoint, save_checkpoint
+from pipelinerl_core.weights.checkpoint import save_checkpoint
 from pipelinerl_core.weights.publish import WeightPublisher
 from tests.builders import hub_record, put_commit, put_epoch, put_run
 from tests.fake_s3 import OUTAGES, Answer, serving
 from tests.fakes import MemoryStore
-from tests.models import publish
+from tests.models import publish, read_checkpoint
 from tests.rollout_rows import build_rollout
 from tests.synthetic_run import build_report, put_batch, training_row
 
@@ -200,7 +200,7 @@ def kept(store: ObjectStore) -> Kept:
         assert compacted == {row for row in rows if steps.first <= row[0] <= steps.last}, steps
     newest = commits.newest(1)[0]
     assert newest.checkpoint is not None
-    load_checkpoint(store, newest.checkpoint.step, newest.checkpoint.epoch)
+    read_checkpoint(store, newest.checkpoint.step, newest.checkpoint.epoch)
     epochs = [record.epoch for record in read_epochs(store)]
     return Kept(counted_commit_keys(store), rows, untrained, Audit(store, CONFIG).run().problems, epochs)
 

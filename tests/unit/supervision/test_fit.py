@@ -103,6 +103,15 @@ def test_pods_have_memory_for_the_size_of_the_model():
     assert shared == (6 + 2) * 2 * NUM_7B
     assert own == next(role for role in fit_of(config(SEVEN)).roles if role.role == "trainer").host_bytes > 0
     assert container_bytes(config("model.path=somebody/unknown"), "trainer") is None
+    spread = (SEVEN, "trainer.ranks=16", "placement.kind=work_pools")
+    nodes = ("placement.trainer_nodes=2", "placement.hub_host=10.0.0.1")
+    for kind, of_rank_0 in (
+        (("learner.kind=deepspeed", "learner.zero_stage=3"), {"versions"}),
+        ((), {"versions", "checkpoint"}),
+    ):
+        host = fit_of(config(*spread, *kind)).roles[0].host
+        wanted = sum(part.num_bytes / (1 if part.name in of_rank_0 else 2) for part in host)
+        assert container_bytes(config(*spread, *nodes, *kind), "trainer")[0] == pytest.approx(wanted)
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_sum_and_a_way_out():
@@ -271,6 +280,15 @@ def test_a_file_of_a_checkpoint_has_at_least_one_tensor_and_is_at_most_the_state
     assert large["checkpoint"] == 4 * 151936 * 896
     adapters = host_parts("trainer", "learner.lora_rank=1", "learner.lora_targets=q_proj")
     assert adapters["checkpoint"] == 12 * 30 * (576 + 576)
+
+
+def test_each_rank_of_a_divided_state_copies_its_part():
+    two = ("learner.kind=deepspeed", "trainer.ranks=2", "model.path=Qwen/Qwen2.5-0.5B")
+    assert host_parts("trainer", *two, "learner.zero_stage=3")["checkpoint"] == 2 * 2 * 151936 * 896
+    assert host_parts("trainer", *two, "learner.zero_stage=0")["checkpoint"] == 4 * 151936 * 896
+    on_gpus = host_parts("trainer", *two, "learner.zero_stage=2", "model.device=cuda", "placement.gpu=H100")
+    number = fit_of(load_config("quickstart", [*ON_CPU, *two])).num_parameters
+    assert on_gpus["checkpoint"] == 12 * number + 2 * 2**28
 
 
 def test_every_term_of_an_actor_on_a_cpu():

@@ -98,7 +98,7 @@ def test_steps_after_a_checkpoint_have_the_same_bits():
     assert factors[0] == 1.0
     assert min(factors) < 0.95
     again = started(ess_scaling=True)
-    again.load_state(*state)
+    again.load_state([state[0]], state[1])
     repeated = [again.step(rows) for rows in data[2:]]
     for first_metrics, other in zip(all_metrics[2:], repeated, strict=True):
         for name in ("train/loss", "train/learning_rate", "control/lr_factor"):

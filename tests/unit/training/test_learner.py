@@ -1,7 +1,5 @@
 """Packed forward and optimizer step against plain PyTorch, and what must not change them."""
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -31,7 +29,7 @@ from pipelinerl_core.training.model import (
 )
 from pipelinerl_core.types import WeightSpan
 from pipelinerl_core.weights.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
-from tests.models import published_by, state_of
+from tests.models import published_by, read_checkpoint, state_of
 from tests.unit.training.learner_case import (
     TEMPERATURE,
     config,
@@ -327,32 +325,6 @@ def test_a_resumed_run_continues_bit_for_bit(store, dtype):
         assert torch.equal(tensor, published_by(successor)[name]), name
 
 
-def test_a_learner_reads_each_tensor_of_a_checkpoint_once():
-    """Each reading is a transfer between ranks."""
-    tensors, values = stepped_state()
-
-    class Counted(Mapping):
-        def __init__(self):
-            self.names = Counter()
-
-        def __getitem__(self, name):
-            self.names[name] += name in tensors
-            return tensors[name]
-
-        def __contains__(self, name):
-            return name in tensors
-
-        def __iter__(self):
-            return iter(tensors)
-
-        def __len__(self):
-            return len(tensors)
-
-    counted = Counted()
-    learner_of(tiny_model(seed=77), config()).load_state(counted, values)
-    assert counted.names == dict.fromkeys(tensors, 1)
-
-
 def stepped_state():
     learner = learner_of(tiny_model(), config())
     learner.step(rows_of(config()))
@@ -406,8 +378,23 @@ def test_bfloat16_gradients_of_all_packs_are_added():
 
 def test_a_checkpoint_of_another_model_is_refused():
     tensors, values = state_of(learner_of(tiny_model(), config()))
-    with pytest.raises(StoreError, match=r"weights.model.embed_tokens.weight: shape \(100, 32\).*\(90, 32\)"):
-        learner_of(tiny_model(vocab_size=90), config()).load_state(tensors, values)
+    with pytest.raises(ConfigError, match=r"weights.model.embed_tokens.weight: shape \(100, 32\).*\(90, 32\)"):
+        learner_of(tiny_model(vocab_size=90), config()).load_state([tensors], values)
+
+
+def test_a_checkpoint_without_some_elements_is_refused():
+    tensors, values = state_of(learner_of(tiny_model(), config()))
+    norm = tensors.pop("weights.model.norm.weight")
+    learner = learner_of(tiny_model(), config())
+    with pytest.raises(ConfigError, match=r"weights.model.norm.weight: nothing in the checkpoint, shape \(32,\) in"):
+        learner.load_state([tensors], values)
+    files = [tensors, {"weights.model.norm.weight[0 of 32]": norm[:20]}]
+    with pytest.raises(ConfigError, match=r"weights.model.norm.weight: nothing in"):
+        learner.load_state(files, values)
+    learner.load_state([*files, {"weights.model.norm.weight[20 of 32]": norm[20:]}], values)
+    assert torch.equal(state_of(learner)[0]["weights.model.norm.weight"], norm)
+    with pytest.raises(ConfigError, match=r"weights.other: shape \(1,\) in the checkpoint, nothing in the model"):
+        learner.load_state([tensors, {"weights.other": norm[:1]}], values)
 
 
 def test_a_model_is_loaded_from_its_directory(tmp_path):
@@ -446,7 +433,7 @@ def test_a_step_without_a_sampled_token_moves_nothing_but_the_version():
 
 def test_a_checkpoint_without_its_manifest_does_not_exist(store):
     manifest = save_checkpoint(store, 3, 1, LiveState({"a": torch.arange(4.0)}, {"version": 3, "x": 0.1}))
-    tensors, values = load_checkpoint(store, 3, 1)
+    tensors, values = read_checkpoint(store, 3, 1)
     assert torch.equal(tensors["a"], torch.arange(4.0))
     assert values == {"version": 3, "x": 0.1}
     assert [entry.name for entry in manifest.files] == ["state-00001.safetensors"]
@@ -470,7 +457,7 @@ def test_changed_bytes_of_a_checkpoint_are_refused(store):
     data[-1] ^= 1
     store.put(key, bytes(data))
     with pytest.raises(StoreError, match=r"state-00001.safetensors: .* its record says"):
-        load_checkpoint(store, 3, 1)
+        read_checkpoint(store, 3, 1)
 
 
 def test_pruning_keeps_the_newest_of_the_newest_epoch(store):

@@ -10,8 +10,8 @@ import torch
 from pipelinerl_core.storage.local import MemoryStore
 from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.weights import checkpoint
-from pipelinerl_core.weights.checkpoint import load_checkpoint, save_checkpoint
-from tests.models import state_of
+from pipelinerl_core.weights.checkpoint import save_checkpoint
+from tests.models import read_checkpoint, state_of
 from tests.unit.training.learner_case import config, learner_of, rows_of, tiny_model
 
 
@@ -52,7 +52,7 @@ def test_a_checkpoint_that_is_written_during_further_steps_has_its_own_steps_sta
     manifest = save_checkpoint(store, 1, 1, learner.state())
     assert len(manifest.files) > 3
     assert all(entry.size < 20_000 + 60_000 for entry in manifest.files)
-    tensors, read = load_checkpoint(store, 1, 1)
+    tensors, read = read_checkpoint(store, 1, 1)
     assert read == values
     assert tensors.keys() == wanted.keys()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in tensors.items())

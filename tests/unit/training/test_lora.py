@@ -7,7 +7,7 @@ import torch
 
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config.losses import ReinforceLoss
-from pipelinerl_core.errors import ConfigError, StoreError
+from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.roles.trainer.adopt import _load_committed_weights
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.lora import (
@@ -18,9 +18,9 @@ from pipelinerl_core.training.lora import (
     trained_parameters,
 )
 from pipelinerl_core.training.model import checkpoint_activations, prepare_model
-from pipelinerl_core.weights.checkpoint import load_checkpoint, save_checkpoint
+from pipelinerl_core.weights.checkpoint import save_checkpoint
 from tests.fakes import MemoryStore
-from tests.models import published_by, state_of
+from tests.models import published_by, read_checkpoint, state_of
 from tests.unit.training.learner_case import config, plain_loss, rows_of, tiny_model
 
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -160,20 +160,21 @@ def test_a_checkpoint_of_adapters_continues_bit_for_bit(store, dtype):
     save_checkpoint(store, 1, 1, learner.state())
     expected = learner.step(rows_of(run_config, 2))
 
-    tensors, values = load_checkpoint(store, 1, 1)
+    tensors, values = read_checkpoint(store, 1, 1)
     names = {name.removeprefix("weights.") for name in tensors if name.startswith("weights.")}
     assert names == trained_parameters(adapted_model(run_config)).keys()
     assert all(tensor.dtype == torch.float32 for name, tensor in tensors.items() if name != "rng.torch")
     successor = adapted_learner(run_config, seed=77, dtype=dtype)
-    successor.load_state(tensors, values)
+    successor.load_state([tensors], values)
     again = successor.step(rows_of(run_config, 2))
     assert {**expected, "time/compute_seconds": 0} == {**again, "time/compute_seconds": 0}
     assert all(torch.equal(tensor, published_by(successor)[name]) for name, tensor in published_by(learner).items())
 
 
 def test_a_checkpoint_of_another_rank_is_refused():
-    with pytest.raises(StoreError, match=r"lora_A.weight: shape \(4, 32\) in the checkpoint, \(8, 32\)"):
-        adapted_learner(lora_config(lora_rank=8)).load_state(*state_of(adapted_learner(lora_config())))
+    tensors, values = state_of(adapted_learner(lora_config()))
+    with pytest.raises(ConfigError, match=r"lora_A.weight: shape \(4, 32\) in the checkpoint, shape \(8, 32\)"):
+        adapted_learner(lora_config(lora_rank=8)).load_state([tensors], values)
 
 
 def test_chosen_targets_alone_have_adapters():
@@ -221,9 +222,10 @@ def test_alpha_defaults_to_twice_the_rank():
 
 
 def test_committed_weights_do_not_replace_adapters(caplog):
-    learner = adapted_learner(lora_config())
+    run_config = lora_config()
+    learner = adapted_learner(run_config)
     before = state_of(learner)[0]
     commit = SimpleNamespace(step=3, manifest=SimpleNamespace(key="weights/00000003.1", files=()))
-    _load_committed_weights(MemoryStore(), learner, commit)
+    _load_committed_weights(MemoryStore(), learner, commit, run_config)
     assert "step 3 was trained again on other hardware: its adapters differ" in caplog.text
     assert all(torch.equal(tensor, before[name]) for name, tensor in state_of(learner)[0].items())

@@ -101,7 +101,7 @@ def test_values_are_learned_and_engines_never_see_them(loss):
     tensors, values = state_of(learner)
     assert {"weights.value_head.weight", "optimizer.value_head.bias.exp_avg"} <= tensors.keys()
     again = learner_of(tiny_model(seed=1), run_config)
-    again.load_state(tensors, values)
+    again.load_state([tensors], values)
     assert again.step(rows) == {**learner.step(rows), "time/compute_seconds": pytest.approx(0, abs=60)}
     plain = learner_of(tiny_model(), config())
     assert "policy/value_error" not in plain.step(rows_of(config()))

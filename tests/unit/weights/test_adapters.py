@@ -268,5 +268,5 @@ def test_after_other_hardware_trained_again_the_committed_adapters_are_taken(sto
     manifest = publish(store, committed)
     sha256 = manifest.files[0].digest
     commit = SimpleNamespace(step=3, manifest=manifest, weights_digest=sha256)
-    _load_committed_weights(store, learner, commit)
+    _load_committed_weights(store, learner, commit, config)
     assert file_of(published_by(learner)) == file_of(committed)
