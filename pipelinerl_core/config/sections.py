@@ -88,11 +88,15 @@ class WeightsConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the trainer writes checkpoints."""
+    """When the trainer writes checkpoints, and which it keeps."""
 
     every_seconds: float = Field(15.0, gt=0)
     """Seconds between checkpoints of model and optimizer, which bounds the work that is repeated after a crash. The
     trainer lengthens the interval if checkpoints would take more than 5% of the time."""
+    keep_every: int = Field(0, ge=0)
+    """Keep the first checkpoint of every N steps, beside step 0 and the newest two; 0: no others. Each has 12 bytes a
+    parameter. Set to replay steps of a long run, or to export versions that are not stored, without training from
+    step 0."""
 
 
 class EvalConfig(Section):

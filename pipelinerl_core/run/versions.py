@@ -108,3 +108,11 @@ def find_commits(run: RunContext, version: str) -> list[Commit]:
         ]
     named = {commit.step: commit for commit in (find_commit(run, number) for number in version.split(","))}
     return [named[step] for step in sorted(named)]
+
+
+def first_of_every(steps: Iterable[int], num_steps: int) -> set[int]:
+    """The first of the steps in each range of `num_steps` steps from a multiple of it; num_steps=0: none."""
+    first: dict[int, int] = {}
+    for step in sorted(steps) if num_steps else ():
+        first.setdefault(step // num_steps, step)
+    return set(first.values())

@@ -492,9 +492,9 @@ def check_space(config: RunConfig, root: str, *, run: RunContext | None = None) 
         _require_free(
             directory,
             _stored_bytes(config) - sum(_used(written / name) for name in ("weights", "checkpoints") if written),
-            f"for {_num_durable(config)} durable weight versions of {_size(version_bytes)} and {_STORED_CHECKPOINTS} "
-            f"checkpoints of {_size(_checkpoint_bytes(config, version_bytes))}. Raise weights.durable_every, lower "
-            "weights.keep or choose another --root",
+            f"for {_num_durable(config)} durable weight versions of {_size(version_bytes)} and "
+            f"{_num_checkpoints(config)} checkpoints of {_size(_checkpoint_bytes(config, version_bytes))}. Raise "
+            "weights.durable_every, lower weights.keep or choose another --root",
         )
     if config.weights.uses_shared_memory:
         _require_free(
@@ -536,6 +536,11 @@ def _num_durable(config: RunConfig) -> int:
     return min(config.trainer.steps + 1, keep + beside + _OTHER_VERSIONS)
 
 
+def _num_checkpoints(config: RunConfig) -> int:
+    every = config.checkpoint.keep_every
+    return _STORED_CHECKPOINTS + (config.trainer.steps // every if every else 0)
+
+
 def _checkpoint_bytes(config: RunConfig, version_bytes: int) -> int:
     """Weights and two moments in float32 of every trained parameter; if their number is unknown, as many as a version
     in bfloat16 has."""
@@ -545,7 +550,7 @@ def _checkpoint_bytes(config: RunConfig, version_bytes: int) -> int:
 def _stored_bytes(config: RunConfig) -> int:
     """Bytes that a whole run needs at its root: durable versions, checkpoints, rollouts and logs."""
     version_bytes = _version_size(config, model_size(config.model.path))
-    checkpoints_bytes = _STORED_CHECKPOINTS * _checkpoint_bytes(config, version_bytes)
+    checkpoints_bytes = _num_checkpoints(config) * _checkpoint_bytes(config, version_bytes)
     return _num_durable(config) * version_bytes + checkpoints_bytes + _SMALL_FILES_BYTES
 
 

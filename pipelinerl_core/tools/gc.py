@@ -45,7 +45,7 @@ from pipelinerl_core.run.records import (
     log_key,
     parse_retired_key,
 )
-from pipelinerl_core.run.versions import remove_weights, retained, stored_versions
+from pipelinerl_core.run.versions import first_of_every, remove_weights, retained, stored_versions
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision.log_copies import read_copies
 
@@ -117,7 +117,9 @@ class Collector:
         made = [f"{checkpoint_prefix(commit.step, commit.epoch)}/" for commit in self._commits]  # by step
         complete = {f"{checkpoint_prefix(ref.step, ref.epoch)}/" for ref in complete_checkpoints(keys)}
         usable = [prefix for prefix in made if prefix in complete]
-        removed = set(made) - {*made[:1], *usable[-1 if self._is_done else -2 :]}
+        kept = first_of_every(map(_step_of, usable), self._config.checkpoint.keep_every)
+        kept_every = [prefix for prefix in usable if _step_of(prefix) in kept]
+        removed = set(made) - {*made[:1], *kept_every, *usable[-1 if self._is_done else -2 :]}
         return [key for key in keys if f"{key.rpartition('/')[0]}/" in removed]
 
     def weights(self) -> list[str]:

@@ -22,6 +22,7 @@ from pipelinerl_core.run.records import (
     complete_checkpoints,
     parse_step_key,
 )
+from pipelinerl_core.run.versions import first_of_every
 from pipelinerl_core.storage.digests import entry_of, read_verified
 from pipelinerl_core.storage.keys import delete_with_folders
 from pipelinerl_core.types import FileEntry
@@ -101,8 +102,11 @@ def _read_files(store: ObjectStore, manifest: CheckpointManifest) -> Iterator[Ma
             raise StoreError(f"{store.url}/{prefix}/{_MANIFEST} names a missing object: {error}") from error
 
 
-def prune_checkpoints(store: ObjectStore, counted: Mapping[int, str], keep: int = 2) -> list[tuple[int, int]]:
-    """Delete all checkpoints but step 0 and the newest `keep` complete ones; returns their (step, epoch).
+def prune_checkpoints(
+    store: ObjectStore, counted: Mapping[int, str], keep: int = 2, keep_every: int = 0
+) -> list[tuple[int, int]]:
+    """Delete all checkpoints but step 0, the newest `keep` complete ones, and those of checkpoint.keep_every; returns
+    their (step, epoch).
 
     Step 0 stays because a replay of the whole run starts there. Older incomplete checkpoints are deleted too.
     counted: step -> key of the commit that counts. No start uses a checkpoint of another commit: it is none of the
@@ -121,7 +125,12 @@ def prune_checkpoints(store: ObjectStore, counted: Mapping[int, str], keep: int 
     )  # fmt: skip
     if len(finished) <= keep:
         return []
-    doomed = [(step, epoch) for epoch, step in by_age if step > 0 and (epoch, step) < finished[keep - 1]]
+    kept = first_of_every((step for _, step in finished), keep_every)
+    doomed = [
+        (step, epoch)
+        for epoch, step in by_age
+        if step > 0 and (epoch, step) < finished[keep - 1] and not (step in kept and (epoch, step) in finished)
+    ]
     for step, epoch in doomed:
         prefix = checkpoint_prefix(step, epoch)
         store.delete([f"{prefix}/{_MANIFEST}"])

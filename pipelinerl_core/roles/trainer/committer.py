@@ -183,7 +183,9 @@ class Committer:
             self._prune_checkpoints()
 
     def _prune_checkpoints(self) -> None:
-        prune_checkpoints(self._store, self.counted, keep=_KEPT_CHECKPOINTS)
+        prune_checkpoints(
+            self._store, self.counted, keep=_KEPT_CHECKPOINTS, keep_every=self._config.checkpoint.keep_every
+        )
 
     def close(self) -> None:
         """Stop the thread; queued steps are not committed."""

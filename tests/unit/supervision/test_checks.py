@@ -139,6 +139,8 @@ def test_versions_of_adapters_need_little_room_and_the_models_that_vllm_reads_ne
     # 300 versions of 8 * (1000 + 500) * 4 bytes, 4 checkpoints of six times as much, and 200 MB for the rest.
     with pytest.raises(ConfigError, match=r"needs about 216 MB for 300 durable weight versions of 0 MB"):
         checks.check_space(config(*adapters, "weights.durable_every=1"), f"file://{tmp_path}")
+    with pytest.raises(ConfigError, match=r" and 6 checkpoints of 0 MB"):
+        checks.check_space(config(*adapters, "checkpoint.keep_every=100"), f"file://{tmp_path}")
     free = {str(tmp_path): 10**12}
     monkeypatch.setattr(
         checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free.get(str(path), 150_000_000)})

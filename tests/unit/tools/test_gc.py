@@ -7,6 +7,7 @@ import psutil
 import pytest
 import torch
 
+from pipelinerl_core.config.sections import CheckpointConfig
 from pipelinerl_core.data.codec import to_segment
 from pipelinerl_core.data.partials import encode_partials
 from pipelinerl_core.errors import PipelineRLError, StoreError, StoreUnavailable
@@ -214,7 +215,12 @@ def test_a_run_without_a_commit_keeps_everything(store):
     assert garbage == NOTHING
 
 
-@pytest.mark.parametrize(("config", "gone"), [(LONGER, [1]), (DONE, [1, 2, STEPS + 1])])
+EVERY_2, EVERY_3 = (LONGER.model_copy(update={"checkpoint": CheckpointConfig(keep_every=n)}) for n in (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("config", "gone"), [(LONGER, [1]), (DONE, [1, 2, STEPS + 1]), (EVERY_2, [1]), (EVERY_3, [1])]
+)
 def test_checkpoints_go_that_no_start_and_no_replay_needs(store, config, gone):
     for step in range(STEPS + 1):
         save_checkpoint(store, step, EPOCH, LiveState({"w": torch.zeros(1)}, {}))

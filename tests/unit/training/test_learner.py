@@ -472,6 +472,24 @@ def test_pruning_keeps_the_newest_of_the_newest_epoch(store):
     assert prune_checkpoints(store, counted, keep=2) == []
 
 
+@pytest.mark.parametrize(
+    ("keep_every", "kept"),
+    [(0, [0, 23, 26]), (1, [0, 3, 7, 10, 14, 19, 23, 26]), (5, [0, 7, 10, 19, 23, 26]), (10, [0, 10, 23, 26]),
+     (20, [0, 23, 26]), (100, [0, 23, 26])],
+)  # fmt: skip
+def test_the_first_checkpoint_of_every_n_steps_stays(store, keep_every, kept):
+    """As the trainer prunes after each checkpoint: what is kept stays kept."""
+    counted = {step: commit_key(step, 1 if step <= 10 else 2) for step in range(27)}
+    for step in (0, 3, 7, 10, 14, 19, 23, 26):
+        save_checkpoint(store, step, 1 if step <= 10 else 2, LiveState({"a": torch.zeros(1)}, {}))
+        if step == 10:
+            save_checkpoint(
+                store, 12, 1, LiveState({"a": torch.zeros(1)}, {})
+            )  # of a step that the next epoch replaces
+        prune_checkpoints(store, counted, keep_every=keep_every)
+    assert [int(key.split("/")[1][:8]) for key in store.list("checkpoints") if key.endswith("manifest.json")] == kept
+
+
 def test_the_checkpoint_of_a_fenced_trainer_replaces_none_that_a_start_can_use(store):
     for step, epoch in [(30, 1), (40, 1), (50, 1), (45, 2)]:
         save_checkpoint(store, step, epoch, LiveState({"a": torch.zeros(1)}, {}))
