@@ -382,7 +382,7 @@ class Refused(Message):
     """The request broke a rule.
 
     `code`: unknown_boot, stale_lease, schema, wrong_peer, config, fenced, expelled, not_reserved, missing_rows,
-    internal.
+    store, internal.
     """
 
     kind: Literal["refused"] = "refused"

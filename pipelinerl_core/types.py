@@ -414,6 +414,16 @@ class FileEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightDelta:
+    """How the store has a version: as its difference from an earlier version, which the store has whole."""
+
+    entry: FileEntry
+    """The difference, below the version's own key."""
+    base: FileEntry
+    """The file of the earlier version; its name is its key in the store of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightManifest:
     """One published set of weights. Written after its data; readers ignore weights without a manifest."""
 
@@ -435,11 +445,13 @@ class WeightManifest:
     """Whether members of the group receive this version from the trainer, directly after the announcement."""
     broadcast_index: Count = 0
     """Number of the broadcast within the group, from 1: broadcast data does not contain the version."""
+    delta: WeightDelta | None = None
+    """The store has this difference instead of `files`; None: it has the files, if `key` is not None."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of all files."""
-        return sum(entry.size for entry in self.files)
+        """Size of what a reader of the version reads: of the files, or of the delta."""
+        return sum(entry.size for entry in self.files) if self.delta is None else self.delta.entry.size
 
 
 GroupKey = tuple[int, int]

@@ -11,6 +11,7 @@ from pipelinerl_core.errors import (
     PipelineRLError,
     SchemaMismatch,
     StaleLease,
+    StoreUnavailable,
     StreamError,
     WrongPeer,
 )
@@ -47,6 +48,7 @@ REFUSALS = {
     "expelled": Refusal(Expelled, Next.END),
     "not_reserved": Refusal(None, Next.ASK_AGAIN),
     "missing_rows": Refusal(MissingObject, Next.ASK_AGAIN),
+    "store": Refusal(StoreUnavailable, Next.END),
     "internal": Refusal(None, Next.END),
 }
 _UNKNOWN = Refusal(None, Next.END)

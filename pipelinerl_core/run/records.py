@@ -39,6 +39,8 @@ WEIGHTS_FILE = "model.safetensors"
 """All weights of a version, under the names of the model."""
 ADAPTERS_FILE = "adapters.safetensors"
 """Instead of WEIGHTS_FILE with weights.content=adapters: the adapters' factors; the header says how to merge them."""
+DELTA_FILE = "delta.arrow"
+"""Instead of WEIGHTS_FILE: the difference from a version before."""
 MANIFEST_FILE = "manifest.json"
 """Manifest of a weight version or a checkpoint; written last."""
 

@@ -9,7 +9,7 @@ from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.reading import list_keys
-from pipelinerl_core.run.records import MANIFEST_FILE, Commit, parse_step_key
+from pipelinerl_core.run.records import DELTA_FILE, MANIFEST_FILE, Commit, parse_step_key
 from pipelinerl_core.storage.keys import delete_with_folders
 
 ALL = "all"
@@ -45,7 +45,20 @@ def weights_to_remove(config: RunConfig, keys: Iterable[str], step: int) -> list
     """The keys below `weights` of versions before a committed `step` that the run does not retain."""
     stored = [(version, key) for key in keys if (version := parse_step_key(key)[0]) <= step]
     kept = retained(config, (version for version, key in stored if key.endswith(f"/{MANIFEST_FILE}")))
+    kept |= bases_of(kept, (key for _, key in stored))
     return [key for version, key in stored if version not in kept and version < step]
+
+
+def bases_of(versions: Collection[int], keys: Iterable[str]) -> set[int]:
+    """The versions from which deltas of `versions` are differences. keys: below `weights`.
+
+    These are, for each delta, the newest version before that the store got whole from the same trainer.
+    """
+    files = [(parse_step_key(key), key.rpartition("/")[2]) for key in keys]
+    whole = {place for place, name in files if name not in (DELTA_FILE, MANIFEST_FILE)}
+    deltas = {place for place, name in files if name == DELTA_FILE and place[0] in versions} - whole
+    before = [[base for base, of_epoch in whole if of_epoch == epoch and base < version] for version, epoch in deltas]
+    return {max(bases) for bases in before if bases}
 
 
 def remove_weights(store: ObjectStore, keys: Collection[str]) -> None:

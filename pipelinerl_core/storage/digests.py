@@ -25,7 +25,7 @@ def entry_of(name: str, data: "bytes | memoryview | mmap.mmap") -> FileEntry:
     return FileEntry(name=name, size=len(data), digest=digest(data))
 
 
-def verify(data: "bytes | bytearray | mmap.mmap", entry: FileEntry, where: str) -> None:
+def verify(data: "bytes | bytearray | memoryview | mmap.mmap", entry: FileEntry, where: str) -> None:
     """Raise ChecksumMismatch unless size and digest of the bytes are those of the entry. where: for the message."""
     if len(data) != entry.size:
         raise ChecksumMismatch(f"{where}: {len(data)} bytes, its record says {entry.size}")

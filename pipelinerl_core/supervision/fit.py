@@ -242,7 +242,7 @@ def _trainer_host(config: RunConfig, shape: ModelShape, version: float, state: d
     trained, gpus, shm = _trained(config, shape), gpus_of(config, "trainer"), config.weights.uses_shared_memory
     # Rank 0 has snapshots of the weights, in shared memory or its own. While a checkpoint is written, there is a copy
     # of what was not written when the next step updates the weights: on rank 0, or of the part of each rank.
-    own = 0 if shm else _OWN_VERSIONS * version
+    own = 0 if shm else (_OWN_VERSIONS + config.weights.uses_deltas) * version
     rescored = 0 if shm and not config.learner.lora_rank else _rescored(config, shape)  # 0: these are published files
     writers = config.trainer.ranks if config.learner.zero_stage else 1
     checkpoint = 12.0 * trained + writers * _FILE_BYTES
@@ -379,15 +379,17 @@ def _actor_gpu(config: RunConfig, shape: ModelShape, weights: float, sequence: f
 
 def _actor_host(config: RunConfig, shape: ModelShape, weights: float, sequence: float) -> dict[str, float]:
     engine, gpus = config.engine, gpus_of(config, "actor")
+    base = weights if config.weights.uses_deltas else 0.0  # to which differences are applied
     if gpus:
         copies = 3 if config.gpu_turns and engine.has_workers else 2  # a sleeping vLLM has its weights there
-        return {"weights": copies * weights, "processes": _HOST_BYTES * gpus}
+        return {"weights": copies * weights, "base": base, "processes": _HOST_BYTES * gpus}
     cache = engine.concurrency * sequence
     if engine.has_workers:
-        return {"weights": 3 * weights, "KV cache": cache, "processes": _HOST_BYTES}
+        return {"weights": 3 * weights, "base": base, "KV cache": cache, "processes": _HOST_BYTES}
     is_mapped = config.weights.uses_shared_memory and config.weights.content == "merged"
     return {
         "weights": weights if is_mapped else 3 * weights,  # else the next version, too, as bytes and tensors
+        "base": base,
         "head": 2 * 4 * shape.vocabulary * shape.hidden if _width(config) < 4 else 0,  # in float32, also the next
         "KV cache": cache,
         "sampling": _SAMPLED_BYTES * engine.concurrency * shape.vocabulary,

@@ -40,6 +40,7 @@ from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import counted_commit_keys, lost_commits
 from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import (
+    DELTA_FILE,
     MANIFEST_FILE,
     QUARANTINED_PREFIX,
     CheckpointManifest,
@@ -49,6 +50,7 @@ from pipelinerl_core.run.records import (
     checkpoint_prefix,
     commit_key,
     complete_checkpoints,
+    parse_step_key,
 )
 from pipelinerl_core.run.versions import retained, stored_versions
 from pipelinerl_core.storage.digests import verify
@@ -317,8 +319,12 @@ class Audit:
         for entry in manifest.files:
             if entry.digest != commit.weights_digest:
                 self._problem(f"commit {step}: the checksum of the weights differs from the manifest's")
-            key = f"{manifest.key}/{entry.name}"
-            self._durable_weights[step] = self._file(key, entry)[1]
+            if manifest.delta is None:
+                self._durable_weights[step] = self._file(f"{manifest.key}/{entry.name}", entry)[1]
+                continue
+            error = self._file(f"{manifest.key}/{DELTA_FILE}", manifest.delta.entry)[1]
+            base = parse_step_key(manifest.delta.base.name)[0]
+            self._durable_weights[step] = error or self._durable_weights.get(base, "")
 
     def _check_newest_weights(self) -> None:
         """Damaged newest weights fail the audit; a replay can compute older weights again.

@@ -45,7 +45,7 @@ from pipelinerl_core.run.records import (
     log_key,
     parse_retired_key,
 )
-from pipelinerl_core.run.versions import first_of_every, remove_weights, retained, stored_versions
+from pipelinerl_core.run.versions import bases_of, first_of_every, remove_weights, retained, stored_versions
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision.log_copies import read_copies
 
@@ -127,8 +127,10 @@ class Collector:
         durable = [commit for commit in self._commits if commit.weights_key is not None]
         newest = max((commit.step for commit in self._commits), default=-1)
         kept = retained(self._config, {*(commit.step for commit in durable), *stored_versions(self._store, newest)})
+        keys = list_keys(self._store, "weights")
+        kept |= bases_of(kept, keys)
         doomed = {f"{commit.weights_key}/" for commit in durable if commit.step not in kept}
-        return [key for key in list_keys(self._store, "weights") if f"{key.rpartition('/')[0]}/" in doomed]
+        return [key for key in keys if f"{key.rpartition('/')[0]}/" in doomed]
 
     def partials(self) -> list[str]:
         """Logs without an open group."""

@@ -112,9 +112,14 @@ def parse(data: "memoryview | mmap.mmap | bytearray", where: str) -> dict[str, T
 
 def parse_copy(data: bytes, where: str) -> dict[str, Tensor]:
     """`parse` on a copy of the bytes; other threads of the process run meanwhile."""
+    return parse(copy_of(data).buffer, where)
+
+
+def copy_of(data: bytes) -> Region:
+    """Memory of this process with a copy of the bytes."""
     region = private_memory(max(1, len(data)))
     np.copyto(np.frombuffer(region.buffer, np.uint8)[: len(data)], np.frombuffer(data, np.uint8))
-    return parse(region.buffer, where)
+    return region
 
 
 def is_weights(entry: FileEntry) -> bool:

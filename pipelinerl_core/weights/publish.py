@@ -5,16 +5,20 @@ import logging
 import socket
 import time
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.run.records import MANIFEST_FILE, weights_prefix
-from pipelinerl_core.types import WeightManifest
+from pipelinerl_core.run.records import DELTA_FILE, MANIFEST_FILE, weights_prefix
+from pipelinerl_core.storage.digests import entry_of
+from pipelinerl_core.types import FileEntry, WeightDelta, WeightManifest
+from pipelinerl_core.weights.delta import encode_delta
 from pipelinerl_core.weights.files import Snapshot
 from pipelinerl_core.weights.memory import SHM_ROOT, Region, SharedFiles, private_memory
 
 logger = logging.getLogger(__name__)
 
+# A larger difference is not worth the copy of the other version that readers keep.
+_DELTA_SHARE = 0.5
 # Files of so many versions are not written again: the newest one may not be announced yet.
 _HELD_VERSIONS = 2
 
@@ -22,8 +26,15 @@ _HELD_VERSIONS = 2
 class WeightPublisher:
     """Publishes versions of one trainer epoch."""
 
-    def __init__(self, store: ObjectStore, *, run_id: str, epoch: int, use_shm: bool) -> None:
+    def __init__(
+        self, store: ObjectStore, *, run_id: str, epoch: int, use_shm: bool, use_deltas: bool = False
+    ) -> None:
+        """use_deltas: the store gets a version that need not be durable as its difference from the newest version
+        that it has whole, if that is smaller."""
         self._store = store
+        self._use_deltas = use_deltas
+        self._whole: tuple[Snapshot, FileEntry] | None = None
+        """The newest version that the store has whole, with deltas."""
         self._epoch = epoch
         self._shared = SharedFiles(run_id) if use_shm else None
         self._host = socket.gethostname()
@@ -53,6 +64,7 @@ class WeightPublisher:
         self._published.append(snapshot)
         prefix = weights_prefix(version, self._epoch)
         in_store = durable or (path is None and not is_broadcast)
+        delta, data = (None, b"") if durable or not in_store else self._delta(snapshot)
         manifest = WeightManifest(
             version=version,
             epoch=self._epoch,
@@ -64,11 +76,27 @@ class WeightPublisher:
             group=group,
             is_broadcast=is_broadcast,
             broadcast_index=broadcast_index,
+            delta=delta,
         )
         if in_store:
-            self._store.put(f"{prefix}/{snapshot.entry.name}", memoryview(snapshot.data))
+            if delta is not None:
+                self._store.put(f"{prefix}/{DELTA_FILE}", data)
+            else:
+                key = f"{prefix}/{snapshot.entry.name}"
+                self._store.put(key, memoryview(snapshot.data))
+                self._whole = (snapshot, replace(snapshot.entry, name=key)) if self._use_deltas else None
             self._store.put(f"{prefix}/{MANIFEST_FILE}", json.dumps(asdict(manifest), indent=1).encode())
         return manifest
+
+    def _delta(self, snapshot: Snapshot) -> tuple[WeightDelta | None, bytes]:
+        """The difference from the newest version that the store has whole; None if the whole version is better."""
+        if self._whole is None:
+            return None, b""
+        whole, base = self._whole
+        data = encode_delta(whole.data, snapshot.data, int(_DELTA_SHARE * base.size))
+        if data is None:
+            return None, b""
+        return WeightDelta(entry=entry_of(DELTA_FILE, data), base=base), data
 
     def _shared_path(self, version: int, region: Region) -> str | None:
         """The file of a version in shared memory; None if actors cannot read the memory of the snapshot."""

@@ -9,10 +9,12 @@ import torch
 from pipelinerl_core.algo.adapters import Adapters
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject
 from pipelinerl_core.interfaces import ObjectStore, WeightUpdate
+from pipelinerl_core.run.records import DELTA_FILE
 from pipelinerl_core.storage.digests import read_verified, verify
 from pipelinerl_core.types import FileEntry, WeightManifest
 from pipelinerl_core.weights.base import BaseWeights
-from pipelinerl_core.weights.files import is_weights, parse, parse_copy
+from pipelinerl_core.weights.delta import apply_delta
+from pipelinerl_core.weights.files import copy_of, is_weights, parse, parse_copy
 from pipelinerl_core.weights.memory import open_shared
 
 _Read = tuple[dict[str, torch.Tensor], int]
@@ -27,6 +29,9 @@ class WeightSubscriber:
         self._store = store
         self._base = base
         self._host = socket.gethostname()
+        self._uses_deltas = False
+        self._whole: tuple[str, bytes] | None = None
+        """Digest and bytes of the newest version that was read whole, in a run with deltas."""
 
     def fetch(self, manifest: WeightManifest) -> WeightUpdate:
         """The verified tensors of a version, as an update. Adapters are merged; the update has only adapted weights.
@@ -58,7 +63,7 @@ class WeightSubscriber:
         entry = next(entry for entry in manifest.files if is_weights(entry))
         where = f"weights of version {manifest.version}"
         shared = self._from_shm(manifest, entry, where)
-        return shared or (parse_copy(self._from_store(manifest, entry), where), 0)
+        return shared or (self._from_store(manifest, entry, where), 0)
 
     def _from_shm(self, manifest: WeightManifest, entry: FileEntry, where: str) -> _Read | None:
         """Views of the copy in shared memory, and its inode; None if the durable copy must be read instead."""
@@ -75,7 +80,7 @@ class WeightSubscriber:
             return None
         return parse(opened.data, where), opened.inode
 
-    def _from_store(self, manifest: WeightManifest, entry: FileEntry) -> bytes:
+    def _from_store(self, manifest: WeightManifest, entry: FileEntry, where: str) -> dict[str, torch.Tensor]:
         # A container may have another name than its host, and the memory of the host.
         is_here = manifest.host == self._host or manifest.shm is None or Path(manifest.shm).parent.is_dir()
         if manifest.key is None and not is_here:
@@ -89,4 +94,21 @@ class WeightSubscriber:
                 f"weights of version {manifest.version}: gone from shared memory of {manifest.host} and not durable; "
                 "the next announced version replaces them"
             )
-        return read_verified(self._store, f"{manifest.key}/{entry.name}", entry)
+        if manifest.delta is None:
+            return parse_copy(self._read_whole(f"{manifest.key}/{entry.name}", entry), where)
+        self._uses_deltas = True
+        whole = self._read_whole(manifest.delta.base.name, manifest.delta.base)
+        delta = read_verified(self._store, f"{manifest.key}/{DELTA_FILE}", manifest.delta.entry)
+        region = copy_of(whole)
+        apply_delta(region.buffer, delta, where)
+        verify(region.buffer, entry, where)
+        return parse(region.buffer, where)
+
+    def _read_whole(self, key: str, entry: FileEntry) -> bytes:
+        """The bytes of a version that the store has whole; those of the newest stay here if later ones are deltas."""
+        if self._whole is not None and self._whole[0] == entry.digest:
+            return self._whole[1]
+        data = read_verified(self._store, key, entry)
+        if self._uses_deltas:
+            self._whole = entry.digest, data
+        return data

@@ -29,6 +29,7 @@ ADDRESSES = {"first": "10.83.0.1", "second": "10.83.0.2"}
 OVERRIDES = (
     "placement.kind=work_pools", "placement.actors=2", f"placement.hub_host={ADDRESSES['first']}",
     "placement.hub_tls=true", "tracking.mlflow_uri=none", "weights.transport=object_store",
+    "weights.durable_every=4",
     "trainer.steps=100000", "eval.num_prompts=0", "trainer.groups_per_step=8", "engine.concurrency=32",
 )  # fmt: skip
 

@@ -80,8 +80,9 @@ class Committer:
         self._link = link
         self._committed = committed
         self._publisher = WeightPublisher(
-            store, run_id=run_id, epoch=epoch.epoch, use_shm=config.weights.uses_shared_memory
-        )
+            store, run_id=run_id, epoch=epoch.epoch,
+            use_shm=config.weights.uses_shared_memory, use_deltas=config.weights.uses_deltas,
+        )  # fmt: skip
         self._broadcasts: BroadcastPublisher | None = None
         if config.weights.is_broadcast:
             self._broadcasts = BroadcastPublisher(store, self._publisher, config, epoch=epoch.epoch)
@@ -246,7 +247,7 @@ class Committer:
                     **computed.metrics,
                     "time/commit_seconds": time.monotonic() - started,
                     "weights/published_seconds": published - started,
-                    "weights/bytes": float(computed.weights.entry.size),
+                    "weights/bytes": float(manifest.num_bytes if manifest else computed.weights.entry.size),
                 },
                 "committed_at": time.time(),
             }
