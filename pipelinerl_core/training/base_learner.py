@@ -203,8 +203,11 @@ class BaseLearner(ABC):
                 else:
                     self._load_part(part, shapes)
                     counts[part.name] += len(part.values_N)
+                del part  # before the next file is read
         for name, shape in shapes.items():
             _require_shape(f"weights.{name}", shape if counts[f"weights.{name}"] == math.prod(shape) else None, shape)
+            for moment in (f"optimizer.{name}.{moment}" for moment in MOMENTS):  # none without a gradient
+                _require_shape(moment, shape if counts[moment] in (0, math.prod(shape)) else None, shape)
         if generator is not None:
             torch.set_rng_state(generator.clone())
         self.version = int(values["version"])

@@ -117,6 +117,10 @@ class DeepSpeedLearner(BaseLearner):
                 f"step {self.version + 1}: DeepSpeed took a step with a gradient that is not finite; the weights of "
                 "this process are lost. The next start loads the checkpoint"
             )
+        if not math.isfinite(global_norm) and self._stage < 3:
+            # With offload DeepSpeed would add later gradients to the refused ones.
+            averaged = getattr(self._engine.optimizer, "averaged_gradients", {})
+            averaged.update(dict.fromkeys(averaged))
         return global_norm
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:

@@ -42,11 +42,16 @@ def part_key(name: str, start: int, shape: Sequence[int]) -> str:
 def parts_of(files: Iterable[Mapping[str, Tensor]]) -> Iterator[StatePart]:
     """The parts in the files of a checkpoint."""
     for tensors in files:
-        for key, tensor in tensors.items():
-            if (match := _PART.fullmatch(key)) is None:
-                yield StatePart(key, 0, tuple(tensor.shape), tensor.reshape(-1))
-            else:
-                yield StatePart(match[1], int(match[2]), tuple(map(int, match[3].split("x"))), tensor)
+        yield from _parts_in(tensors)
+        del tensors  # before the next file is read
+
+
+def _parts_in(tensors: Mapping[str, Tensor]) -> Iterator[StatePart]:
+    for key, tensor in tensors.items():
+        if (match := _PART.fullmatch(key)) is None:
+            yield StatePart(key, 0, tuple(tensor.shape), tensor.reshape(-1))
+        else:
+            yield StatePart(match[1], int(match[2]), tuple(map(int, match[3].split("x"))), tensor)
 
 
 class LiveState:

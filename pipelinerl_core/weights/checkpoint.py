@@ -78,7 +78,8 @@ def _files(metas: Iterable[TensorMeta]) -> Iterator[tuple[TensorMeta, ...]]:
             chosen, size = [], 0
         chosen.append(meta)
         size += num_bytes(meta)
-    yield tuple(chosen)
+    if chosen:  # a rank may have no element
+        yield tuple(chosen)
 
 
 def load_checkpoint(

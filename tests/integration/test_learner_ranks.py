@@ -68,6 +68,7 @@ REFUSING = {
     **{f"bf16_zero{stage}": ("model.dtype=bfloat16", *deepspeed(stage)) for stage in BF16_STAGES},
     "offloaded2": deepspeed(2, "learner.offload=optimizer"),
     "offloaded3": deepspeed(3, "learner.offload=parameters"),
+    "bf16_offloaded2": ("model.dtype=bfloat16", *deepspeed(2, "learner.offload=optimizer")),
 }
 REFUSALS = [
     case(f"{name}_{kind}", *overrides, steps=steps)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 
 from pipelinerl_core.data.segments import SegmentReader
-from pipelinerl_core.errors import MissingObject
+from pipelinerl_core.errors import MissingObject, StoreUnavailable
 from pipelinerl_core.interfaces import ObjectStore, RowSlice
 from pipelinerl_core.ledger import ActorKey
 from pipelinerl_core.messages import (
@@ -34,8 +34,8 @@ _MAX_WAIT_SECONDS = 5.0
 class TrainerRequests:
     """Answers the trainer.
 
-    Raises Fenced for an old trainer epoch, SchemaMismatch for impossible group ids, and MissingObject for commits or
-    rows that are not available (yet).
+    Raises Fenced for an old trainer epoch, SchemaMismatch for impossible group ids, MissingObject for rows that are
+    not available (yet), and StoreUnavailable for commits that the store does not list.
     """
 
     def __init__(self, state: HubState, store: ObjectStore) -> None:
@@ -79,8 +79,8 @@ class TrainerRequests:
         step = max(keys, default=-1) if step is None else step
         for missed in range(first, step + 1):
             if missed not in keys:
-                raise MissingObject(
-                    f"commit of step {missed} is not in {self._store.url}, but step {step} is committed"
+                raise StoreUnavailable(
+                    f"{self._store.url}: the store lists no commit of step {missed}, but step {step} is committed"
                 )
             commit = read_commit(self._store, keys[missed])
             with self._changed:

@@ -99,8 +99,11 @@ class Learners:
         with self._channel.command("loading of the model"):
             self._channel.send("build", config=config.model_dump(mode="json"), code=loaded_texts())
             local, batcher = build_rank(config, self._ranks)
-        files = None if self._rendezvous is None else RankFiles(self._rendezvous, self._ranks.size)
+        files = None if self._rendezvous is None else RankFiles(self._rendezvous, self._ranks.size, self._is_ending)
         return RankedLearner(local, self._channel, batcher, files=files, epoch=self._epoch)
+
+    def _is_ending(self) -> bool:
+        return self._closing.is_set() or (self._channel is not None and self._channel.is_lost)
 
     def close(self, *, at_once: bool = False) -> None:
         """End the other ranks: by a stop command, or at once by killing them."""

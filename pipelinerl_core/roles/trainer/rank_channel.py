@@ -59,6 +59,8 @@ class RankChannel:
         self._lock = threading.RLock()
         self._sent_at = time.monotonic()
         self._closed = threading.Event()
+        self.is_lost = False
+        """Whether a heartbeat could not be sent: a rank is gone."""
         if rank == 0 and size > 1:
             threading.Thread(target=self._send_heartbeats, name="rank-beat", daemon=True).start()
 
@@ -117,7 +119,8 @@ class RankChannel:
                 if time.monotonic() - self._sent_at > HEARTBEAT_SECONDS and not self._closed.is_set():
                     self.send(_HEARTBEAT)
                     self._sent_at = time.monotonic()
-            except RuntimeError:  # a rank is gone: the next command raises RankLost
+            except RuntimeError:  # the next command raises RankLost
+                self.is_lost = True
                 return
             finally:
                 self._lock.release()

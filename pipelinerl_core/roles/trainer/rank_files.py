@@ -1,18 +1,21 @@
 """How ranks other than 0 write their parts of a checkpoint, beside the next steps, and report the files to rank 0.
 
-rank r  --> checkpoints/<step>.<k>/state-<r>-<number>.safetensors, reports each file in the rendezvous
-rank 0  --> waits for the reports of all ranks, then writes the manifest
+rank r writes its files below checkpoints/<step>.<k>/, and gives signs of life, then the names of the files, through
+torch's rendezvous. Rank 0 waits for the files of all ranks, then writes the manifest.
 """
 
+import itertools
 import logging
+import queue
+import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 
 from pydantic import BaseModel
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from pipelinerl_core.errors import DeadlineExceeded, StoreError, StoreUnavailable
+from pipelinerl_core.errors import RankLost, StoreError, StoreUnavailable
+from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.types import FileEntry
@@ -21,13 +24,15 @@ from pipelinerl_core.weights.checkpoint import write_state
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
-SILENT_SECONDS = 400.0
-"""Longest time without another file of a rank: longer than a request to the store with its repetitions."""
+_BEAT_SECONDS = 5.0
+SILENT_SECONDS = 60.0
+"""Time without a sign of life of a rank that writes, after which the rank is lost. The store bounds the writing."""
 
 
 class _Report(BaseModel, frozen=True):
-    """What a rank has written for a checkpoint."""
+    """What a rank says of its part of a checkpoint."""
 
+    beat: int = 0
     files: tuple[FileEntry, ...] = ()
     is_complete: bool = False
     error: str = ""
@@ -41,60 +46,82 @@ def _key(prefix: str, rank: int) -> str:
 class RankFiles:
     """Rank 0's side."""
 
-    def __init__(self, rendezvous: Store, num_ranks: int) -> None:
+    def __init__(self, rendezvous: Store, num_ranks: int, is_lost: Callable[[], bool]) -> None:
+        """is_lost: whether a rank is known to be gone, or the ranks are ended."""
         self._rendezvous = rendezvous
         self._num_ranks = num_ranks
+        self._is_lost = is_lost
 
     def wait(self, prefix: str) -> Sequence[FileEntry]:
         """The files that the other ranks have written below a prefix, after all are stored.
 
-        Raises StoreError if a rank cannot write, DeadlineExceeded after SILENT_SECONDS without a file of a rank.
+        Raises StoreError if a rank cannot write, RankLost if a rank is gone or has been silent for SILENT_SECONDS.
         """
-        return [entry for rank in range(1, self._num_ranks) for entry in self._wait_for(prefix, rank)]
+        reports = {rank: _Report() for rank in range(1, self._num_ranks)}
+        changed_at = dict.fromkeys(reports, time.monotonic())
+        while waiting := [rank for rank, report in reports.items() if not report.is_complete]:
+            if self._is_lost():  # first: the rendezvous may be gone, too
+                raise RankLost(f"writing of {prefix}: a rank of the trainer is gone")
+            for rank in waiting:
+                report = self._read(prefix, rank)
+                if report.error:
+                    kind = StoreUnavailable if report.is_outage else StoreError
+                    raise kind(f"rank {rank} has not written its part of {prefix}: {report.error}")
+                if report != reports[rank]:
+                    reports[rank], changed_at[rank] = report, time.monotonic()
+                elif time.monotonic() - changed_at[rank] > SILENT_SECONDS:
+                    raise RankLost(f"writing of {prefix}: rank {rank} has been silent for {SILENT_SECONDS:.0f} s")
+            time.sleep(_POLL_SECONDS)
+        for rank in reports:
+            self._rendezvous.delete_key(_key(prefix, rank))
+        return [entry for report in reports.values() for entry in report.files]
 
-    def _wait_for(self, prefix: str, rank: int) -> tuple[FileEntry, ...]:
-        report, key, changed_at = _Report(), _key(prefix, rank), time.monotonic()
-        while not report.is_complete:
-            newest = _Report()
-            if self._rendezvous.check([key]):
-                newest = _Report.model_validate_json(self._rendezvous.get(key))
-            if newest.error:
-                kind = StoreUnavailable if newest.is_outage else StoreError
-                raise kind(f"rank {rank} has not written its part of {prefix}: {newest.error}")
-            if newest != report:
-                report, changed_at = newest, time.monotonic()
-            elif time.monotonic() - changed_at > SILENT_SECONDS:
-                raise DeadlineExceeded(f"rank {rank} has written no file of {prefix} for {SILENT_SECONDS:.0f} s")
-            else:
-                time.sleep(_POLL_SECONDS)
-        self._rendezvous.delete_key(key)
-        return report.files
+    def _read(self, prefix: str, rank: int) -> _Report:
+        key = _key(prefix, rank)
+        return _Report.model_validate_json(self._rendezvous.get(key)) if self._rendezvous.check([key]) else _Report()
 
 
 class RankWriter:
-    """The side of another rank: writes states one after the other, on a thread of its own."""
+    """The side of another rank: writes states one after the other, on a thread that ends with the process."""
 
     def __init__(self, run_url: str, rendezvous: Store, rank: int) -> None:
         self._run_url = run_url
         self._rendezvous = rendezvous
         self._rank = rank
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._store: ObjectStore | None = None
+        self._states: queue.SimpleQueue[tuple[str, LiveState]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
 
     def write(self, prefix: str, state: LiveState) -> None:
         """Begin to write a state below a prefix."""
-        self._thread.submit(self._write, prefix, state)
+        self._states.put((prefix, state))
 
-    def _write(self, prefix: str, state: LiveState) -> None:
-        report = _Report()
+    def _run(self) -> None:
+        while True:
+            prefix, state = self._states.get()
+            is_written = threading.Event()
+            beating = threading.Thread(
+                target=self._beat, args=(prefix, is_written), name="checkpoint-beat", daemon=True
+            )
+            beating.start()
+            report = self._write(prefix, state)
+            is_written.set()
+            beating.join()
+            self._report(prefix, report)
+
+    def _write(self, prefix: str, state: LiveState) -> _Report:
         try:
-            for entry in write_state(open_store(self._run_url), prefix, state, rank=self._rank):
-                report = report.model_copy(update={"files": (*report.files, entry)})
-                self._report(prefix, report)
-            self._report(prefix, report.model_copy(update={"is_complete": True}))
-        except Exception as error:  # the result of this thread has no reader; rank 0 raises the error
+            self._store = self._store or open_store(self._run_url)
+            return _Report(files=tuple(write_state(self._store, prefix, state, rank=self._rank)), is_complete=True)
+        except Exception as error:  # this thread has no reader; rank 0 raises the error
             logger.exception("this rank's part of %s is not written", prefix)
-            text = f"{type(error).__name__}: {error}"
-            self._report(prefix, _Report(error=text, is_outage=isinstance(error, StoreUnavailable)))
+            return _Report(error=f"{type(error).__name__}: {error}", is_outage=isinstance(error, StoreUnavailable))
+
+    def _beat(self, prefix: str, is_written: threading.Event) -> None:
+        for beat in itertools.count(1):
+            if is_written.wait(_BEAT_SECONDS):
+                return
+            self._report(prefix, _Report(beat=beat))
 
     def _report(self, prefix: str, report: _Report) -> None:
-        self._rendezvous.set(_key(prefix, self._rank), report.model_dump_json())
+        self._rendezvous.set(_key(prefix, self._rank), report.model_dump_json(exclude_defaults=True))

@@ -24,7 +24,7 @@ from pipelinerl_core.data.codec import (
     to_message,
 )
 from pipelinerl_core.data.schema import BATCH_SCHEMA, ROLLOUT_SCHEMA
-from pipelinerl_core.errors import PipelineRLError, TrainingDiverged
+from pipelinerl_core.errors import PipelineRLError, RankLost, TrainingDiverged
 from pipelinerl_core.interfaces import Learner, Rescorer, WeightLayout
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.roles.trainer.rank_channel import NO_BYTES, Payload, RankChannel, translate_rank_errors
@@ -126,12 +126,12 @@ class RankedLearner:
 
     def load_state(self, files: Iterable[Mapping[str, Tensor]], values: Mapping[str, Any]) -> None:
         self._send_command("load", values=dict(values))
-        with closing(self._sent(files)) as sent:
+        with closing(self._sent(files)) as sent, translate_rank_errors("loading of a checkpoint"):
             self._local.load_state(sent, values)
 
     def adopt_weights(self, files: Iterable[Mapping[str, Tensor]]) -> None:
         self._send_command("adopt")
-        with closing(self._sent(files)) as sent:
+        with closing(self._sent(files)) as sent, translate_rank_errors("loading of committed weights"):
             self._local.adopt_weights(sent)
 
     def _send_command(self, command: str, **values: Any) -> None:
@@ -139,20 +139,26 @@ class RankedLearner:
             self._channel.send(command, **values)
 
     def _sent(self, files: Iterable[Mapping[str, Tensor]]) -> Generator[Mapping[str, Tensor]]:
-        """The files, each sent to the other ranks before it is used here. No rank has two files in memory, and while
-        rank 0 reads a file, the others get heartbeats."""
-        end = "incomplete"
+        """The files, each sent to the other ranks before it is used here. While rank 0 reads a file, the others get
+        heartbeats."""
         try:
             for tensors in files:
                 with self._channel.command("sending of tensors"):
                     shapes = {name: (str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()}
                     self._channel.send("tensors", shapes=shapes)
-                    for tensor in tensors.values():
-                        self._channel.broadcast(tensor.contiguous())
+                    _broadcast(self._channel, tensors)
                 yield tensors
-            end = "complete"
-        finally:
-            self._send_command(end)
+                del tensors  # before the next file is read
+        except BaseException:
+            with suppress(RankLost):  # the cause is more useful
+                self._send_command("incomplete")
+            raise
+        self._send_command("complete")
+
+
+def _broadcast(channel: RankChannel, tensors: Mapping[str, Tensor]) -> None:
+    for tensor in tensors.values():
+        channel.broadcast(tensor.contiguous())
 
 
 class IncompleteFiles(PipelineRLError):
@@ -169,9 +175,9 @@ def _received(channel: RankChannel) -> Iterator[dict[str, Tensor]]:
             raise IncompleteFiles("rank 0 could not read all files")
         shapes: dict[str, tuple[str, list[int]]] = values["shapes"]
         tensors = {name: torch.empty(shape, dtype=_DTYPES[dtype]) for name, (dtype, shape) in shapes.items()}
-        for tensor in tensors.values():
-            channel.broadcast(tensor)
+        _broadcast(channel, tensors)
         yield tensors
+        del tensors
 
 
 def serve(

@@ -297,8 +297,11 @@ def test_every_term_of_an_actor_on_a_cpu():
         "sampling": 16 * 128 * 49152, "processes": 2**29,
     }  # fmt: skip
     assert host_parts("actor", "model.dtype=bfloat16") == terms
-    stored = host_parts("actor", "model.dtype=bfloat16", "weights.transport=object_store")
+    through_store = ("model.dtype=bfloat16", "weights.transport=object_store")
+    stored = host_parts("actor", *through_store, "weights.durable_every=1")
     assert stored == terms | {"weights": 3 * 2 * NUM_135M}
+    deltas = host_parts("actor", *through_store, "weights.durable_every=4")
+    assert deltas == stored | {"base": 2 * NUM_135M}
     del terms["head"]
     doubled = {"weights": 4 * NUM_135M, "KV cache": 2 * terms["KV cache"]}
     assert host_parts("actor", "model.dtype=float32") == terms | doubled

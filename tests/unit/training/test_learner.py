@@ -393,6 +393,10 @@ def test_a_checkpoint_without_some_elements_is_refused():
         learner.load_state(files, values)
     learner.load_state([*files, {"weights.model.norm.weight[20 of 32]": norm[20:]}], values)
     assert torch.equal(state_of(learner)[0]["weights.model.norm.weight"], norm)
+    stepped, values = stepped_state()
+    moment = stepped.pop("optimizer.model.norm.weight.exp_avg")
+    with pytest.raises(ConfigError, match=r"optimizer.model.norm.weight.exp_avg: nothing in the checkpoint"):
+        learner.load_state([stepped, {"optimizer.model.norm.weight.exp_avg[0 of 32]": moment[:20]}], values)
     with pytest.raises(ConfigError, match=r"weights.other: shape \(1,\) in the checkpoint, nothing in the model"):
         learner.load_state([tensors, {"weights.other": norm[:1]}], values)
 

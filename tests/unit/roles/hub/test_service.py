@@ -13,7 +13,15 @@ import pytest
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data.codec import decode_rollouts, encode_rollouts
 from pipelinerl_core.data.segments import SegmentWriter
-from pipelinerl_core.errors import ConfigError, Fenced, MissingObject, SchemaMismatch, StaleLease, WrongPeer
+from pipelinerl_core.errors import (
+    ConfigError,
+    Fenced,
+    MissingObject,
+    SchemaMismatch,
+    StaleLease,
+    StoreUnavailable,
+    WrongPeer,
+)
 from pipelinerl_core.ledger import ActorKey, Ledger
 from pipelinerl_core.messages import (
     Ack,
@@ -514,7 +522,7 @@ def test_an_actor_that_comes_from_the_hub_before_brings_tokens_of_a_commit_that_
 
 
 def test_a_claimed_commit_that_is_not_in_the_store_is_an_error(talk):
-    with pytest.raises(MissingObject, match="commit of step 1"):
+    with pytest.raises(StoreUnavailable, match="commit of step 1"):
         talk("t", Register(role="trainer", name="trainer", epoch=3, committed_step=1))
 
 

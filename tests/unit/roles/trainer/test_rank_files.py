@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch.distributed import FileStore
 
-from pipelinerl_core.errors import DeadlineExceeded, StoreError, StoreUnavailable
+from pipelinerl_core.errors import RankLost, StoreError, StoreUnavailable
 from pipelinerl_core.roles.trainer import rank_files
 from pipelinerl_core.roles.trainer.rank_files import RankFiles, RankWriter
 from pipelinerl_core.run.records import checkpoint_prefix
+from pipelinerl_core.storage.local import FileStore as LocalStore
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.weights import checkpoint
@@ -30,13 +31,17 @@ def meeting(tmp_path):
     return FileStore(str(tmp_path / "ranks"), 3)
 
 
+def waiting_for(meeting, num_ranks=3):
+    return RankFiles(meeting, num_ranks, lambda: False)
+
+
 def test_the_parts_of_all_ranks_are_one_checkpoint(tmp_path, meeting, monkeypatch):
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 24)
     root = str(tmp_path / "run")
     for rank in (2, 1):
         RankWriter(root, meeting, rank).write(PREFIX, state_of_rank(rank))
     state = state_of_rank(0)
-    state.written_elsewhere = RankFiles(meeting, 3).wait
+    state.written_elsewhere = waiting_for(meeting).wait
     manifest = save_checkpoint(open_store(root), 4, 2, state)
     assert [entry.name for entry in manifest.files] == [
         f"state-{of_rank}0000{number}.safetensors" for of_rank in ("", "1-", "2-") for number in (1, 2)
@@ -62,28 +67,50 @@ def test_rank_0_raises_why_a_rank_cannot_write(tmp_path, meeting, monkeypatch, e
     kind = StoreUnavailable if isinstance(error, StoreUnavailable) else StoreError
     text = f"rank 1 has not written its part of {PREFIX}: {type(error).__name__}: {error}"
     with pytest.raises(kind, match=text) as caught:
-        RankFiles(meeting, 2).wait(PREFIX)
+        waiting_for(meeting, 2).wait(PREFIX)
     assert type(caught.value) is kind
 
 
-def test_a_rank_that_writes_nothing_has_a_deadline(tmp_path, meeting, monkeypatch):
-    monkeypatch.setattr(rank_files, "SILENT_SECONDS", 0.3)
+class SlowStore(LocalStore):
+    """Holds back the second file of a rank until `released` is set."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.released, self.num_puts = threading.Event(), 0
+
+    def put(self, key, data, **more):
+        self.num_puts += 1
+        if self.num_puts == 2:
+            assert self.released.wait(60)
+        super().put(key, data, **more)
+
+
+@pytest.fixture
+def slow(tmp_path, meeting, monkeypatch):
+    """The store of rank 2, whose second file takes longer than SILENT_SECONDS; rank 1 has written its files."""
+    monkeypatch.setattr(rank_files, "SILENT_SECONDS", 0.5)
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 24)
     RankWriter(str(tmp_path / "run"), meeting, 1).write(PREFIX, state_of_rank(1))
-    silent, written = threading.Event(), []
+    store = SlowStore(tmp_path / "run")
+    monkeypatch.setattr(rank_files, "open_store", lambda url: open_store(url) if url else store)
+    yield store
+    store.released.set()
 
-    class Slow(type(open_store(str(tmp_path)))):
-        def put(self, key, data, **more):
-            if written:
-                silent.wait(20)
-            written.append(key)
-            super().put(key, data, **more)
 
-    monkeypatch.setattr(rank_files, "open_store", lambda url: Slow(tmp_path / "run"))
-    writer = RankWriter("", meeting, 2)
-    writer.write(PREFIX, state_of_rank(2))
-    with pytest.raises(DeadlineExceeded, match=rf"rank 2 has written no file of {PREFIX} for 0 s"):
-        RankFiles(meeting, 3).wait(PREFIX)
-    silent.set()
-    writer._thread.shutdown()
-    assert len(written) == 2
+def test_a_rank_that_gives_no_sign_of_life_is_lost(meeting, slow):
+    RankWriter("", meeting, 2).write(PREFIX, state_of_rank(2))
+    with pytest.raises(RankLost, match=rf"writing of {PREFIX}: rank 2 has been silent for 0 s"):
+        waiting_for(meeting).wait(PREFIX)
+
+
+def test_a_rank_may_write_for_as_long_as_its_store_needs(meeting, slow, monkeypatch):
+    monkeypatch.setattr(rank_files, "_BEAT_SECONDS", 0.05)
+    RankWriter("", meeting, 2).write(PREFIX, state_of_rank(2))
+    threading.Timer(3 * rank_files.SILENT_SECONDS, slow.released.set).start()
+    assert len(waiting_for(meeting).wait(PREFIX)) == 4
+
+
+def test_the_wait_ends_with_the_ranks(meeting):
+    files = RankFiles(meeting, 2, lambda: True)
+    with pytest.raises(RankLost, match=f"writing of {PREFIX}: a rank of the trainer is gone"):
+        files.wait(PREFIX)
