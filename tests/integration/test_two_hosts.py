@@ -29,7 +29,7 @@ ADDRESSES = {"first": "10.83.0.1", "second": "10.83.0.2"}
 OVERRIDES = (
     "placement.kind=work_pools", "placement.actors=2", f"placement.hub_host={ADDRESSES['first']}",
     "placement.hub_tls=true", "tracking.mlflow_uri=none", "weights.transport=object_store",
-    "weights.durable_every=4",
+    "weights.durable_every=4", "model.dtype=bfloat16", "learner.lr=1e-5",  # few weights change in a step
     "trainer.steps=100000", "eval.num_prompts=0", "trainer.groups_per_step=8", "engine.concurrency=32",
 )  # fmt: skip
 
@@ -135,6 +135,7 @@ def test_a_run_over_two_hosts_loses_nothing_when_the_host_of_the_actors_is_lost(
         for host in hosts.values():
             host.end()
     assert_closes(url)
+    assert list(Path(url).glob("weights/*/delta.arrow"))
     logs = [key for key in open_store(url).list("logs") if key.startswith("logs/actor-")]
     assert logs
     assert all(key.endswith("@second.json") for key in logs), logs
