@@ -420,7 +420,7 @@ class WeightDelta:
     entry: FileEntry
     """The difference, below the version's own key."""
     base: FileEntry
-    """The file of the earlier version; its name is its key in the store of the run."""
+    """The file of the earlier version; the name in this entry is the key of the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -450,7 +450,7 @@ class WeightManifest:
 
     @property
     def num_bytes(self) -> int:
-        """Size of what a reader of the version reads: of the files, or of the delta."""
+        """Size of the files, or of the difference that stands for them."""
         return sum(entry.size for entry in self.files) if self.delta is None else self.delta.entry.size
 
 

@@ -116,10 +116,10 @@ def file_of(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def publish(
-    publisher: WeightPublisher, version: int, tensors: Mapping[str, Tensor], *, durable: bool
+    publisher: WeightPublisher, version: int, tensors: Mapping[str, Tensor], *, durable: bool, again: bool = False
 ) -> WeightManifest:
     """Publish some weights."""
-    return publisher.publish(version, snapshot_of(tensors, publisher.memory), durable=durable)
+    return publisher.publish(version, snapshot_of(tensors, publisher.memory), durable=durable, again=again)
 
 
 def read_checkpoint(store: ObjectStore, step: int, epoch: int) -> tuple[dict[str, Tensor], dict[str, Any]]:

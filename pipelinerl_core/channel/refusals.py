@@ -21,7 +21,7 @@ from pipelinerl_core.messages import Refused
 class Next(Enum):
     """The next action of a refused peer.
 
-    A trainer repeats a request for rows until a deadline, unless the code is `schema` or `fenced`.
+    A trainer repeats a request for rows for 30 s, unless the code is `schema` or `fenced`.
     """
 
     REGISTER = "register, then repeat the request"

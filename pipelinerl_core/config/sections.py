@@ -70,8 +70,8 @@ class WeightsConfig(Section):
     raises the lag."""
     durable_every: int = Field(1, ge=1)
     """Store every k-th version (or the next published version) in the object store; with weights.publish_every or
-    schedule.steps_per_phase above 1, all. With transport=object_store the others are stored as their differences from
-    the version before them that is stored whole, if these are smaller. Raise to write less."""
+    schedule.steps_per_phase above 1, all. With transport=object_store and model.dtype=bfloat16 the other versions are
+    stored as their differences from an earlier version, if these are smaller. Raise to write less."""
     keep: int = Field(20, ge=0)
     """Number of stored versions that stay in the object store, newest first, beside the first and the last version;
     0: all versions. Versions stored with a checkpoint do not count against the versions of durable_every. Raise to
@@ -81,11 +81,6 @@ class WeightsConfig(Section):
     def uses_shared_memory(self) -> bool:
         """Versions lie in the shared memory of one host."""
         return self.transport == "shm"
-
-    @property
-    def uses_deltas(self) -> bool:
-        """Versions that need not be durable are stored as differences."""
-        return self.transport == "object_store" and self.durable_every > 1
 
     @property
     def is_broadcast(self) -> bool:

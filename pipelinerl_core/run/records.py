@@ -12,7 +12,8 @@ from pipelinerl_core.ranges import Count, Finite, Number, Seconds, Step, StepOrN
 from pipelinerl_core.types import FileEntry, WeightManifest
 
 FORMAT_VERSION = 4
-"""Version of every object of a run. A change of an object, a default or a formula increments the version."""
+"""Version of every object of a run. A change of an object, a default or a formula increments the version, unless runs
+of before are read as before: then CHANGELOG says that earlier checkouts cannot read the new objects."""
 RUN_KEY = "run.json"
 EXPORT_ORIGIN = "pipelinerl.json"
 """File beside an exported model that names the run, the version and the digest of the weights."""
@@ -39,8 +40,6 @@ WEIGHTS_FILE = "model.safetensors"
 """All weights of a version, under the names of the model."""
 ADAPTERS_FILE = "adapters.safetensors"
 """Instead of WEIGHTS_FILE with weights.content=adapters: the adapters' factors; the header says how to merge them."""
-DELTA_FILE = "delta.arrow"
-"""Instead of WEIGHTS_FILE: the difference from a version before."""
 MANIFEST_FILE = "manifest.json"
 """Manifest of a weight version or a checkpoint; written last."""
 
@@ -140,6 +139,17 @@ def batch_key(step: int, epoch: int, rank: int) -> str:
 def quarantined_key(step: int, epoch: int, number: int) -> str:
     """Rows of a step that was not taken; `number` counts the tries of the step, from 1."""
     return f"{QUARANTINED_PREFIX}/{step:08d}.{epoch}/{number:04d}.arrow"
+
+
+def delta_file(base: int) -> str:
+    """Name of a version's file that has only its difference from the version `base` of the same trainer."""
+    return f"delta-{base:08d}.arrow"
+
+
+def base_of(key: str) -> int | None:
+    """The version that the difference of this key is a difference from; None for another key."""
+    match = re.fullmatch(rf"weights/{_OF_STEP}/delta-({_N8})\.arrow", key)
+    return int(match[1]) if match else None
 
 
 def weights_prefix(version: int, epoch: int) -> str:

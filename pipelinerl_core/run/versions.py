@@ -9,7 +9,7 @@ from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.reading import list_keys
-from pipelinerl_core.run.records import DELTA_FILE, MANIFEST_FILE, Commit, parse_step_key
+from pipelinerl_core.run.records import MANIFEST_FILE, Commit, base_of, parse_step_key
 from pipelinerl_core.storage.keys import delete_with_folders
 
 ALL = "all"
@@ -50,15 +50,9 @@ def weights_to_remove(config: RunConfig, keys: Iterable[str], step: int) -> list
 
 
 def bases_of(versions: Collection[int], keys: Iterable[str]) -> set[int]:
-    """The versions from which deltas of `versions` are differences. keys: below `weights`.
-
-    These are, for each delta, the newest version before that the store got whole from the same trainer.
-    """
-    files = [(parse_step_key(key), key.rpartition("/")[2]) for key in keys]
-    whole = {place for place, name in files if name not in (DELTA_FILE, MANIFEST_FILE)}
-    deltas = {place for place, name in files if name == DELTA_FILE and place[0] in versions} - whole
-    before = [[base for base, of_epoch in whole if of_epoch == epoch and base < version] for version, epoch in deltas]
-    return {max(bases) for bases in before if bases}
+    """The versions that are needed to read versions that are stored as differences. keys: below `weights`."""
+    needed = {base_of(key) for key in keys if parse_step_key(key)[0] in versions}
+    return {base for base in needed if base is not None}
 
 
 def remove_weights(store: ObjectStore, keys: Collection[str]) -> None:
@@ -69,7 +63,7 @@ def remove_weights(store: ObjectStore, keys: Collection[str]) -> None:
 
 
 def stored_versions(store: ObjectStore, through: float = math.inf) -> set[int]:
-    """Versions with a complete copy of the weights in the object store; one listing.
+    """Versions that the object store has, whole or as a difference; one listing.
 
     through: the newest version that counts. Later ones may be of steps that were given up.
     """

@@ -37,6 +37,8 @@ _SHARED_VERSIONS = 6
 """Files in shared memory: two published versions, the next, a spare one, those of a slow engine and the evaluator."""
 _OWN_VERSIONS = 4
 """Without shared memory: two published versions, the next one, and one that waits for its commit."""
+_DELTA_VERSIONS = 2
+"""The version that others are differences from, and a difference while it is made."""
 _FILE_BYTES = 0.25 * _GIB
 """A file of a checkpoint in writing."""
 _RESCORED_VERSIONS = 2
@@ -242,7 +244,7 @@ def _trainer_host(config: RunConfig, shape: ModelShape, version: float, state: d
     trained, gpus, shm = _trained(config, shape), gpus_of(config, "trainer"), config.weights.uses_shared_memory
     # Rank 0 has snapshots of the weights, in shared memory or its own. While a checkpoint is written, there is a copy
     # of what was not written when the next step updates the weights: on rank 0, or of the part of each rank.
-    own = 0 if shm else (_OWN_VERSIONS + config.weights.uses_deltas) * version
+    own = 0 if shm else (_OWN_VERSIONS + _DELTA_VERSIONS * config.uses_deltas) * version
     rescored = 0 if shm and not config.learner.lora_rank else _rescored(config, shape)  # 0: these are published files
     writers = config.trainer.ranks if config.learner.zero_stage else 1
     checkpoint = 12.0 * trained + writers * _FILE_BYTES
@@ -379,7 +381,7 @@ def _actor_gpu(config: RunConfig, shape: ModelShape, weights: float, sequence: f
 
 def _actor_host(config: RunConfig, shape: ModelShape, weights: float, sequence: float) -> dict[str, float]:
     engine, gpus = config.engine, gpus_of(config, "actor")
-    base = weights if config.weights.uses_deltas else 0.0  # to which differences are applied
+    base = weights if config.uses_deltas else 0.0  # to which differences are applied
     if gpus:
         copies = 3 if config.gpu_turns and engine.has_workers else 2  # a sleeping vLLM has its weights there
         return {"weights": copies * weights, "base": base, "processes": _HOST_BYTES * gpus}

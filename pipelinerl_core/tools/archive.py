@@ -148,9 +148,10 @@ class Archive:
             keys = sorted(sizes.keys() - copied.keys() - gone, reverse=True)
             small = [key for key in keys if sizes[key] <= _LARGE_BYTES]
             large = [key for key in keys if sizes[key] > _LARGE_BYTES]
-            results = [*in_parallel(lambda key: self._copy_object(key, there, advance), small)]
-            results += [self._copy_object(key, there, advance) for key in large]
-            done = dict(zip([*small, *large], results, strict=True))
+            # Data before manifests, and whole versions before the differences from them.
+            results = [self._copy_object(key, there, advance) for key in large]
+            results += in_parallel(lambda key: self._copy_object(key, there, advance), small)
+            done = dict(zip([*large, *small], results, strict=True))
             copied |= {key: size for key, size in done.items() if size is not None}
             gone |= {key for key, size in done.items() if size is None}
             if None not in done.values():

@@ -40,7 +40,6 @@ from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import counted_commit_keys, lost_commits
 from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import (
-    DELTA_FILE,
     MANIFEST_FILE,
     QUARANTINED_PREFIX,
     CheckpointManifest,
@@ -50,7 +49,6 @@ from pipelinerl_core.run.records import (
     checkpoint_prefix,
     commit_key,
     complete_checkpoints,
-    parse_step_key,
 )
 from pipelinerl_core.run.versions import retained, stored_versions
 from pipelinerl_core.storage.digests import verify
@@ -75,11 +73,12 @@ class Audit:
         self._quarantined_groups: set[GroupKey] = set()
         self._durable_weights: dict[int, str] = {}
         """Version -> error, "" for intact weights; in the order of the commits."""
+        self._bases: dict[str, str] = {}
+        """Key of a file that versions are differences from -> error, "" for an intact file."""
         self._names_checkpoint = False
         """Whether a commit names a checkpoint; in a run of trainers, all do."""
         self.num_commits = 0
-        self.num_files = 0
-        self.num_bytes = 0
+        self.num_files = self.num_bytes = 0
         self.lost: list[int] = []
         """Groups below the frontier that are neither decided nor open."""
         self.trained_twice: list[int] = []
@@ -322,9 +321,11 @@ class Audit:
             if manifest.delta is None:
                 self._durable_weights[step] = self._file(f"{manifest.key}/{entry.name}", entry)[1]
                 continue
-            error = self._file(f"{manifest.key}/{DELTA_FILE}", manifest.delta.entry)[1]
-            base = parse_step_key(manifest.delta.base.name)[0]
-            self._durable_weights[step] = error or self._durable_weights.get(base, "")
+            base = manifest.delta.base
+            if base.name not in self._bases:
+                self._bases[base.name] = self._file(base.name, base)[1]
+            error = self._file(f"{manifest.key}/{manifest.delta.entry.name}", manifest.delta.entry)[1]
+            self._durable_weights[step] = error or self._bases[base.name]
 
     def _check_newest_weights(self) -> None:
         """Damaged newest weights fail the audit; a replay can compute older weights again.

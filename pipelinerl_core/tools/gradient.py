@@ -20,6 +20,8 @@ def gradient_norms(url: str, step: int, group: int, rollout: int) -> dict[str, A
     """Norms over all weights, before clipping, of the gradient of a step: of all its rows, without a rollout, and of
     the rollout alone, each row with the advantage and weight of the step.
 
+    Each norm begins at the newest checkpoint before the step, so that no state is kept.
+
     Raises ConfigError if the step has not trained the rollout, or without a checkpoint before the step.
     """
     context = open_run(url)

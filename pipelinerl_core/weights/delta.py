@@ -22,7 +22,7 @@ _BATCH_WORDS = 1 << 22
 _SCHEMA = pa.schema([("gap", pa.uint32()), ("value", pa.uint16())])
 
 
-def encode_delta(old: Buffer, new: Buffer, limit: int) -> bytes | None:
+def encode_delta(old: Buffer, new: Buffer, limit: int) -> memoryview | None:
     """The words of `new` that differ from `old`; None if they take more than `limit` bytes, or the sizes differ."""
     if len(old) != len(new) or len(new) % _WORD().itemsize:
         return None
@@ -37,11 +37,10 @@ def encode_delta(old: Buffer, new: Buffer, limit: int) -> bytes | None:
             writer.write_batch(pa.record_batch([gaps_D, new_W[part][places_D]], schema=_SCHEMA))
             if sink.tell() > limit:
                 return None
-    data: bytes = sink.getvalue().to_pybytes()
-    return data
+    return memoryview(sink.getvalue())
 
 
-def apply_delta(target: Buffer, delta: bytes, where: str) -> None:
+def apply_delta(target: Buffer, delta: bytes | memoryview, where: str) -> None:
     """Change the bytes of the old version in `target` into those of the new version.
 
     Raises ChecksumMismatch, which names `where`, if the delta cannot belong to a file of this size.

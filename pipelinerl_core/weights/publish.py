@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import asdict, replace
 
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.run.records import DELTA_FILE, MANIFEST_FILE, weights_prefix
+from pipelinerl_core.run.records import MANIFEST_FILE, delta_file, parse_step_key, weights_prefix
 from pipelinerl_core.storage.digests import entry_of
 from pipelinerl_core.types import FileEntry, WeightDelta, WeightManifest
 from pipelinerl_core.weights.delta import encode_delta
@@ -29,12 +29,12 @@ class WeightPublisher:
     def __init__(
         self, store: ObjectStore, *, run_id: str, epoch: int, use_shm: bool, use_deltas: bool = False
     ) -> None:
-        """use_deltas: the store gets a version that need not be durable as its difference from the newest version
-        that it has whole, if that is smaller."""
+        """use_deltas: a version that need not be durable is stored as its difference from an earlier version that is
+        stored whole, if the difference is smaller."""
         self._store = store
         self._use_deltas = use_deltas
         self._whole: tuple[Snapshot, FileEntry] | None = None
-        """The newest version that the store has whole, with deltas."""
+        """With deltas: the newest version that was stored whole, and its file; the name is its key."""
         self._epoch = epoch
         self._shared = SharedFiles(run_id) if use_shm else None
         self._host = socket.gethostname()
@@ -53,18 +53,27 @@ class WeightPublisher:
         return private_memory(size)
 
     def publish(
-        self, version: int, snapshot: Snapshot, *, durable: bool, group: int = 0, broadcast_index: int = 0
+        self,
+        version: int,
+        snapshot: Snapshot,
+        *,
+        durable: bool,
+        again: bool = False,
+        group: int = 0,
+        broadcast_index: int = 0,
     ) -> WeightManifest:
         """Make a snapshot readable for actors; with durable, or if no actor can read its memory, in the store.
 
-        broadcast_index: as in the manifest; 0 if the version is not broadcast. A version may be published again.
+        again: a version that is committed is published again. It is stored whole, and no version is stored as a
+        difference from it, because no commit names this copy, so that `gc` removes it.
+        broadcast_index: as in the manifest; 0 if the version is not broadcast.
         """
         path = self._shared_path(version, snapshot.region)
         is_broadcast = broadcast_index > 0
         self._published.append(snapshot)
         prefix = weights_prefix(version, self._epoch)
         in_store = durable or (path is None and not is_broadcast)
-        delta, data = (None, b"") if durable or not in_store else self._delta(snapshot)
+        delta, data = (None, None) if durable or again or not in_store else self._delta(snapshot)
         manifest = WeightManifest(
             version=version,
             epoch=self._epoch,
@@ -79,24 +88,25 @@ class WeightPublisher:
             delta=delta,
         )
         if in_store:
-            if delta is not None:
-                self._store.put(f"{prefix}/{DELTA_FILE}", data)
+            if delta is not None and data is not None:
+                self._store.put(f"{prefix}/{delta.entry.name}", data)
             else:
                 key = f"{prefix}/{snapshot.entry.name}"
                 self._store.put(key, memoryview(snapshot.data))
-                self._whole = (snapshot, replace(snapshot.entry, name=key)) if self._use_deltas else None
+                if self._use_deltas and not again:
+                    self._whole = snapshot, replace(snapshot.entry, name=key)
             self._store.put(f"{prefix}/{MANIFEST_FILE}", json.dumps(asdict(manifest), indent=1).encode())
         return manifest
 
-    def _delta(self, snapshot: Snapshot) -> tuple[WeightDelta | None, bytes]:
-        """The difference from the newest version that the store has whole; None if the whole version is better."""
+    def _delta(self, snapshot: Snapshot) -> tuple[WeightDelta | None, memoryview | None]:
+        """The difference from the newest version that was stored whole; None if the whole version is better."""
         if self._whole is None:
-            return None, b""
+            return None, None
         whole, base = self._whole
         data = encode_delta(whole.data, snapshot.data, int(_DELTA_SHARE * base.size))
         if data is None:
-            return None, b""
-        return WeightDelta(entry=entry_of(DELTA_FILE, data), base=base), data
+            return None, None
+        return WeightDelta(entry=entry_of(delta_file(parse_step_key(base.name)[0]), data), base=base), data
 
     def _shared_path(self, version: int, region: Region) -> str | None:
         """The file of a version in shared memory; None if actors cannot read the memory of the snapshot."""

@@ -9,7 +9,6 @@ import torch
 from pipelinerl_core.algo.adapters import Adapters
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject
 from pipelinerl_core.interfaces import ObjectStore, WeightUpdate
-from pipelinerl_core.run.records import DELTA_FILE
 from pipelinerl_core.storage.digests import read_verified, verify
 from pipelinerl_core.types import FileEntry, WeightManifest
 from pipelinerl_core.weights.base import BaseWeights
@@ -31,7 +30,7 @@ class WeightSubscriber:
         self._host = socket.gethostname()
         self._uses_deltas = False
         self._whole: tuple[str, bytes] | None = None
-        """Digest and bytes of the newest version that was read whole, in a run with deltas."""
+        """In a run with deltas: digest and bytes of the last version that was read whole."""
 
     def fetch(self, manifest: WeightManifest) -> WeightUpdate:
         """The verified tensors of a version, as an update. Adapters are merged; the update has only adapted weights.
@@ -98,14 +97,15 @@ class WeightSubscriber:
             return parse_copy(self._read_whole(f"{manifest.key}/{entry.name}", entry), where)
         self._uses_deltas = True
         whole = self._read_whole(manifest.delta.base.name, manifest.delta.base)
-        delta = read_verified(self._store, f"{manifest.key}/{DELTA_FILE}", manifest.delta.entry)
+        key = f"{manifest.key}/{manifest.delta.entry.name}"
+        delta = read_verified(self._store, key, manifest.delta.entry)
         region = copy_of(whole)
         apply_delta(region.buffer, delta, where)
         verify(region.buffer, entry, where)
         return parse(region.buffer, where)
 
     def _read_whole(self, key: str, entry: FileEntry) -> bytes:
-        """The bytes of a version that the store has whole; those of the newest stay here if later ones are deltas."""
+        """The bytes of a version that is stored whole. In a run with deltas they stay here for the next delta."""
         if self._whole is not None and self._whole[0] == entry.digest:
             return self._whole[1]
         data = read_verified(self._store, key, entry)

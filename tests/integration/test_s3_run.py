@@ -107,7 +107,7 @@ def assert_difference(files, run):
     manifests = [json.loads(files.cat_file(path)) for path in files.glob(f"{run}/weights/*/manifest.json")]
     manifest = next(manifest for manifest in manifests if manifest["delta"])
     words = np.frombuffer(files.cat_file(f"{run}/{manifest['delta']['base']['name']}"), np.uint16).copy()
-    difference = pa.ipc.open_stream(files.cat_file(f"{run}/{manifest['key']}/delta.arrow"))
+    difference = pa.ipc.open_stream(files.cat_file(f"{run}/{manifest['key']}/{manifest['delta']['entry']['name']}"))
     for number, batch in enumerate(difference):
         places = 4_194_304 * number + np.cumsum(batch["gap"].to_numpy(), dtype=np.int64)
         words[places] = batch["value"].to_numpy()

@@ -135,7 +135,7 @@ def test_a_run_over_two_hosts_loses_nothing_when_the_host_of_the_actors_is_lost(
         for host in hosts.values():
             host.end()
     assert_closes(url)
-    assert list(Path(url).glob("weights/*/delta.arrow"))
+    assert list(Path(url).glob("weights/*/delta-*.arrow"))
     logs = [key for key in open_store(url).list("logs") if key.startswith("logs/actor-")]
     assert logs
     assert all(key.endswith("@second.json") for key in logs), logs

@@ -81,7 +81,7 @@ class Committer:
         self._committed = committed
         self._publisher = WeightPublisher(
             store, run_id=run_id, epoch=epoch.epoch,
-            use_shm=config.weights.uses_shared_memory, use_deltas=config.weights.uses_deltas,
+            use_shm=config.weights.uses_shared_memory, use_deltas=config.uses_deltas,
         )  # fmt: skip
         self._broadcasts: BroadcastPublisher | None = None
         if config.weights.is_broadcast:
@@ -114,7 +114,7 @@ class Committer:
         """Publish the weights of an adopted commit again, with equal bytes: its shared memory may be gone."""
         if commit.manifest is None:
             return commit
-        manifest = self._publisher.publish(commit.step, weights, durable=commit.manifest.key is not None)
+        manifest = self._publisher.publish(commit.step, weights, durable=commit.manifest.key is not None, again=True)
         self.newest = commit.model_copy(update={"manifest": manifest})
         return self.newest
 
@@ -161,7 +161,7 @@ class Committer:
             self._republished_version, snapshot = version, weights()
             logger.warning("an actor cannot read version %d: it is published again, also to the store", version)
             self._republishing = self._thread.submit(
-                self._announce_again, lambda: self._publisher.publish(version, snapshot, durable=True)
+                self._announce_again, lambda: self._publisher.publish(version, snapshot, durable=True, again=True)
             )
 
     def _is_unreadable(self, actors: Mapping[str, ActorSample], version: int) -> bool:

@@ -39,6 +39,7 @@ from pipelinerl_core.errors import (
     RunOver,
     SchemaMismatch,
     StoreError,
+    StoreUnavailable,
     StreamError,
     TrainingDiverged,
 )
@@ -368,7 +369,7 @@ class Trainer:
     def _is_lost(self, step: int, key: GroupKey) -> bool:
         try:
             self._link.request_rows(Rows(step=step, groups=(key,)))
-        except (SchemaMismatch, MissingObject):  # any other refusal may be of a hub that cannot read its store
+        except (SchemaMismatch, MissingObject):
             return True
         return False
 
@@ -414,7 +415,7 @@ class Trainer:
         while missing := tuple(key for key in keys if key not in at_hand):
             try:
                 received = self._link.request_rows(Rows(step=step, groups=missing))
-            except (StreamError, MissingObject) as error:
+            except (StreamError, MissingObject, StoreUnavailable) as error:
                 if isinstance(error, SchemaMismatch | HubUnavailable | RunOver) or time.monotonic() > deadline:
                     raise
                 logger.warning("step %d: rows are not available yet: %s", step, error)

@@ -1,15 +1,15 @@
 """Versions as differences: bit-exact or refused, and never without the version that they are differences from."""
 
+import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from pipelinerl_core.config.sections import WeightsConfig
 from pipelinerl_core.errors import ChecksumMismatch, MissingObject
-from pipelinerl_core.models.resolve import build_config
-from pipelinerl_core.run.versions import bases_of, remove_weights, weights_to_remove
+from pipelinerl_core.models.resolve import build_config, load_config
+from pipelinerl_core.run.versions import bases_of, remove_weights, stored_versions, weights_to_remove
 from pipelinerl_core.tools.audit import Audit
 from pipelinerl_core.tools.gc import collect
 from pipelinerl_core.weights import delta
@@ -73,8 +73,8 @@ class Publishing:
         self.publisher = WeightPublisher(store, run_id="run", epoch=epoch, use_shm=False, use_deltas=True)
         self.manifests = []
 
-    def publish(self, number):
-        manifest = publish(self.publisher, number, version(number), durable=number % 4 == 0)
+    def publish(self, number, *, durable=False):
+        manifest = publish(self.publisher, number, version(number), durable=durable or number % 4 == 0)
         self.manifests.append(manifest)
         put_commit(self.store, number, self.epoch, manifest=manifest, weights_digest=manifest.files[0].digest)
         return manifest
@@ -127,14 +127,14 @@ def test_a_damaged_difference_or_base_is_refused(store, kind, of_base):
     publishing = Publishing(store)
     manifests = [publishing.publish(number) for number in range(4)]
     manifest = manifests[3]
-    key = manifest.delta.base.name if of_base else f"{manifest.key}/delta.arrow"
+    key = manifest.delta.base.name if of_base else f"{manifest.key}/{manifest.delta.entry.name}"
     data = bytearray(store.get(key))
     if kind == "flipped":
         data[len(data) // 2] ^= 1
     elif kind == "cut":
         del data[-2:]
     elif kind == "other":
-        data = bytearray(store.get(f"{manifests[1].key}/delta.arrow"))
+        data = bytearray(store.get(f"{manifests[1].key}/{manifests[1].delta.entry.name}"))
     store.delete([key])
     if kind != "lost":
         store.put(key, bytes(data))
@@ -152,16 +152,13 @@ def test_a_difference_of_another_version_never_gives_weights(store):
     with pytest.raises(ChecksumMismatch, match="weights of version 3"):
         WeightSubscriber(store).fetch(wrong)
     with pytest.raises(ChecksumMismatch, match="here: no delta of a file of 20 bytes"):
-        apply_delta(bytearray(20), store.get(f"{manifests[3].key}/delta.arrow"), "here")
+        apply_delta(bytearray(20), store.get(f"{manifests[3].key}/{manifests[3].delta.entry.name}"), "here")
     with pytest.raises(ChecksumMismatch, match="here: no delta"):
         apply_delta(bytearray(20), b"no Arrow", "here")
 
 
 def test_the_base_of_a_difference_stays_as_long_as_the_difference(store):
-    config = build_config({
-        "weights": {"transport": "object_store", "durable_every": 4, "keep": 4}, "trainer": {"steps": 100},
-        "eval": {"num_prompts": 0},
-    })  # fmt: skip
+    config = retention()
     publishing = Publishing(store)
     for number in range(24):
         publishing.publish(number)
@@ -176,19 +173,69 @@ def test_the_base_of_a_difference_stays_as_long_as_the_difference(store):
     assert [text for text in (*problems.problems, *problems.damaged) if "weights" in text] == []
 
 
-def test_a_difference_belongs_to_the_newest_whole_version_of_its_trainer():
+def retention(**weights):
+    return build_config({
+        "weights": {"transport": "object_store", "durable_every": 4, "keep": 4, **weights}, "trainer": {"steps": 100},
+        "eval": {"num_prompts": 0}, "model": {"dtype": "bfloat16"},
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_listed_version_is_readable_whatever_a_trainer_does(seed):
+    """Restarts, versions that are published again, retention and gc: what a commit names and the store lists can be
+    read, and the audit says so."""
+    store, rng, config, epoch, manifests = MemoryStore(), random.Random(seed), retention(), 1, {}
+    put_epoch(store, epoch)
+    publishing = Publishing(store, epoch)
+    for number in range(60):
+        if number and rng.random() < 0.1:  # a new trainer adopts the newest commit
+            epoch += 1
+            put_epoch(store, epoch, adopted_through=number - 1)
+            publishing = Publishing(store, epoch)
+            publish(publishing.publisher, number - 1, version(number - 1), durable=True, again=True)
+        manifests[number] = publishing.publish(number, durable=rng.random() < 0.1)
+        if rng.random() < 0.1:  # an actor could not read it
+            publish(publishing.publisher, number, version(number), durable=True, again=True)
+        remove_weights(store, weights_to_remove(config, store.list("weights"), number))
+        if rng.random() < 0.2:
+            collect(store, config, with_rollouts=False, dry_run=False, now=True)
+        for stored in stored_versions(store):
+            assert equal(WeightSubscriber(store).read(manifests[stored]), stored), (number, stored)
+    audit = Audit(store, config).run()
+    assert [text for text in (*audit.problems, *audit.damaged) if "weights" in text] == []
+
+
+def test_the_name_of_a_difference_names_its_base():
     keys = [
-        *(f"weights/0000000{number}.1/model.safetensors" for number in (1, 4)),
-        "weights/00000003.2/model.safetensors",
-        *(f"weights/0000000{number}.1/delta.arrow" for number in (2, 5)), "weights/00000006.2/delta.arrow",
-        "weights/00000006.2/model.safetensors", "weights/00000007.2/delta.arrow",
+        "weights/00000001.1/model.safetensors", "weights/00000002.1/delta-00000001.arrow",
+        "weights/00000002.1/manifest.json", "weights/00000003.2/delta-00000002.arrow",
+        "weights/00000003.2/model.safetensors", "weights/00000004.2/other-00000001.arrow",
     ]  # fmt: skip
-    assert [bases_of({number}, keys) for number in range(1, 8)] == [set(), {1}, set(), set(), {4}, set(), {6}]
+    assert [bases_of({number}, keys) for number in range(1, 5)] == [set(), {1}, {2}, set()]
+    assert bases_of({1, 2, 3, 4}, keys) == {1, 2}
 
 
-def test_versions_are_differences_only_in_the_object_store():
-    assert WeightsConfig(transport="object_store", durable_every=2).uses_deltas
-    assert not any(
-        WeightsConfig(transport=kind, durable_every=every).uses_deltas
-        for kind, every in (("object_store", 1), ("shm", 9), ("nccl", 9))
-    )
+def test_a_version_that_is_published_again_is_whole_and_no_base(store):
+    publisher = Publishing(store).publisher
+    first = publish(publisher, 4, version(4), durable=True)
+    again = publish(publisher, 5, version(5), durable=True, again=True)
+    assert again.delta is None
+    assert publish(publisher, 6, version(6), durable=False).delta.base.name == f"{first.key}/model.safetensors"
+    assert publish(publisher, 7, version(7), durable=False, again=True).delta is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "used"),
+    [
+        ((), True),
+        (("weights.durable_every=1",), False),
+        (("weights.transport=shm",), False),
+        (("model.dtype=float32",), False),
+        (("weights.publish_every=2",), False),
+        (("schedule.kind=conventional", "schedule.steps_per_phase=2"), False),
+        (("weights.content=adapters", "learner.lora_rank=2"), False),
+    ],
+)
+def test_versions_are_differences_where_this_saves_bytes(overrides, used):
+    base = ("weights.transport=object_store", "weights.durable_every=4", "model.dtype=bfloat16")
+    assert load_config("quickstart", [*base, *overrides]).uses_deltas is used
