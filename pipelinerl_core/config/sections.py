@@ -83,6 +83,12 @@ class WeightsConfig(Section):
         return self.transport == "shm"
 
     @property
+    def may_use_deltas(self) -> bool:
+        """Whole versions that need not be durable go through the object store."""
+        is_stored = self.transport == "object_store" and self.content == "merged"
+        return is_stored and self.durable_every > 1 and self.publish_every == 1
+
+    @property
     def is_broadcast(self) -> bool:
         """Versions go from the trainer's memory to the workers of engines, which load them without merging."""
         return self.transport == "nccl"

@@ -283,10 +283,7 @@ class Settings(Section):
     @property
     def uses_deltas(self) -> bool:
         """Versions that need not be durable are stored as differences; a step changes nearly all float32 weights."""
-        weights = self.weights
-        is_each_published = weights.publish_every == 1 and not self.schedule.has_phases
-        is_used = weights.transport == "object_store" and weights.content == "merged" and weights.durable_every > 1
-        return is_used and is_each_published and self.model.dtype == "bfloat16"
+        return self.weights.may_use_deltas and not self.schedule.has_phases and self.model.dtype == "bfloat16"
 
     def _is_first_after(self, step: int, every: int) -> bool:
         """Whether `step`, above 0, is the first published version at or after a multiple of `every`; 0: never."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipelinerl_core.errors import Fenced, MissingObject
+from pipelinerl_core.errors import Fenced, StoreUnavailable
 from pipelinerl_core.messages import Committed, Register
 from pipelinerl_core.roles.hub.recovery import read_stored_state
 from pipelinerl_core.roles.hub.trainer_side import TrainerRequests
@@ -181,7 +181,7 @@ class Judge:
             return
         self.num_ends += 1
         errors = [outcome.error for outcome in outcomes if outcome.error is not None]
-        assert all(isinstance(error, Fenced | MissingObject) for error in errors), errors
+        assert all(isinstance(error, Fenced | StoreUnavailable) for error in errors), errors
         newest = self._records[state.objects][-1]
         if newest.is_claim:
             return
