@@ -106,9 +106,9 @@ def _read_files(store: ObjectStore, manifest: CheckpointManifest) -> Iterator[Ma
 def prune_checkpoints(
     store: ObjectStore, counted: Mapping[int, str], keep: int = 2, keep_every: int = 0
 ) -> list[tuple[int, int]]:
-    """Delete all checkpoints but step 0, the newest `keep` complete ones, and those of checkpoint.keep_every; returns
-    their (step, epoch).
+    """Delete old checkpoints; returns (step, epoch) of each.
 
+    Step 0, the newest `keep` complete checkpoints and the first complete one of every `keep_every` steps stay.
     Step 0 stays because a replay of the whole run starts there. Older incomplete checkpoints are deleted too.
     counted: step -> key of the commit that counts. No start uses a checkpoint of another commit: it is none of the
     `keep`, and stays if it is newer than they are.

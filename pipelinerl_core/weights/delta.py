@@ -1,8 +1,8 @@
 """The difference of two weight versions: an Arrow stream of the 16-bit words that differ, compressed with zstd.
 
-A record batch has the words of `_BATCH_WORDS` words of the file: `gap`, the distance from the word before (of the
-first: from the begin), and `value`, the new word. Small learning rates change few of the weights that engines sample
-with: a step at 1e-6 changes 0.4 % of bfloat16 weights (docs/results/weights.md).
+A record batch is for `_BATCH_WORDS` words of the file. For each word that differs it has `gap`, the distance from the
+word before that differs (of the first: from the first word of the batch), and `value`, the new word. A step at a
+learning rate of 1e-6 changes 0.4 % of bfloat16 weights (docs/results/weights.md).
 
 Shapes: W = words of a file, D = words of a batch that differ.
 """
@@ -41,7 +41,7 @@ def encode_delta(old: Buffer, new: Buffer, limit: int) -> memoryview | None:
 
 
 def apply_delta(target: Buffer, delta: bytes | memoryview, where: str) -> None:
-    """Change the bytes of the old version in `target` into those of the new version.
+    """Apply a difference in place: `target` has the bytes of the old version before, and of the new version after.
 
     Raises ChecksumMismatch, which names `where`, if the delta cannot belong to a file of this size.
     """

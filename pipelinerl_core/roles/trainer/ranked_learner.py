@@ -44,7 +44,7 @@ class RankLearner(Learner, Protocol):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether `weights` and `logprobs_of` are collective, and `state` is that of one rank."""
+        """Whether all ranks must call `weights` and `logprobs_of` at once. Then `state` has only the rank's part."""
 
     def step_packs(self, packs: Iterable[PackedBatch]) -> dict[str, float]:
         """One optimizer step, collective."""

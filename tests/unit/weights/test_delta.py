@@ -54,7 +54,7 @@ def test_a_difference_is_smaller_if_few_weights_change():
 
 
 def version(number):
-    """Weights that differ from those of any other version in a few elements."""
+    """Weights of a version; two versions differ in a few elements."""
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(200, 50, generator=generator).bfloat16() for name in ("a", "b")}
     weights["a"].view(-1)[number * 7 : number * 7 + 5] = number
