@@ -4,6 +4,7 @@
 """
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -60,7 +61,10 @@ def main() -> int:
 
 def results(seeds: Sequence[int], steps: int, num_faults: int, jobs: int) -> Iterator[tuple[int, list[str]]]:
     """(seed, what is wrong with its run), in order; a process serves a limited number of runs."""
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=500) as pool:
+    pool = ProcessPoolExecutor(  # gc.freeze: a full collection need not visit the objects of imported modules
+        jobs, mp_context=get_context("spawn"), max_tasks_per_child=500, initializer=gc.freeze
+    )
+    with pool:
         left = iter(seeds)
         begun = [(seed, pool.submit(errors_of, seed, steps, num_faults)) for seed in islice(left, _AT_ONCE)]
         try:

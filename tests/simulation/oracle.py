@@ -1,19 +1,18 @@
 """What must hold for a hub at any time, and for the store of a run that has ended, whatever happened before."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.data.codec import decode_batch
 from pipelinerl_core.data.compaction import list_rollouts, read_rollouts
 from pipelinerl_core.data.segments import SegmentReader
-from pipelinerl_core.data.trained import TrainedRows
 from pipelinerl_core.errors import SchemaMismatch
 from pipelinerl_core.ledger import ActorKey, Ledger
 from pipelinerl_core.ledger.tokens import RETIRED_ACTORS
 from pipelinerl_core.run.commits import Commits, read_commits
+from pipelinerl_core.run.records import Commit
 from pipelinerl_core.tools.audit import Audit
-from pipelinerl_core.types import GroupKey
+from pipelinerl_core.types import GroupKey, TrainingRow
 from pipelinerl_core.weights.files import take_snapshot
 from tests.fakes import MemoryStore
 from tests.simulation.parts import ScriptedLearner
@@ -45,13 +44,27 @@ def check_ledger(ledger: Ledger) -> dict[str, object]:
     return {}
 
 
+class _Audit(Audit):
+    """The audit, which keeps the rows of each commit."""
+
+    def __init__(self, store: PlainStore, config: RunConfig) -> None:
+        super().__init__(store, config)
+        self.rows: dict[int, Sequence[TrainingRow]] = {}
+
+    def _rows(self, commit: Commit) -> list[TrainingRow] | None:
+        rows = super()._rows(commit)
+        self.rows[commit.step] = rows or ()
+        return rows
+
+
 def check(store: PlainStore, config: RunConfig) -> list[str]:
     """Sentences; empty if the run closes, its weights are those of its batches, and no row is lost."""
-    audit = Audit(store, config).run().document
+    auditor = _Audit(store, config)
+    audit = auditor.run().document
     if not audit["closes"] or audit["lost"] or audit["trained_twice"] or audit["commits"] != config.trainer.steps + 1:
         return [f"audit: {audit}"]
     commits = read_commits(store)
-    return [*_other_weights(store, commits), *_lost_rows(store, commits)]
+    return [*_other_weights(auditor.rows, commits), *_lost_rows(store, commits)]
 
 
 def weights_of(store: PlainStore) -> list[str]:
@@ -59,13 +72,12 @@ def weights_of(store: PlainStore) -> list[str]:
     return [commit.weights_digest for commit in read_commits(store).values()]
 
 
-def _other_weights(store: PlainStore, commits: Commits) -> Iterator[str]:
+def _other_weights(rows: Mapping[int, Sequence[TrainingRow]], commits: Commits) -> Iterator[str]:
     """Steps whose weights are not those of the recorded batches."""
     learner = ScriptedLearner()
-    trained = TrainedRows(store)
     for step, commit in commits.items():
         if step:
-            learner.learn([row for batch in trained.batches(commit) for row in decode_batch(batch)])
+            learner.learn(rows[step])
         if take_snapshot(learner).entry.digest != commit.weights_digest:
             yield f"step {step}: the weights are not those of the recorded batches"
             return

@@ -6,6 +6,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import socket as real_socket
 import sys
 import threading as real_threading
@@ -381,21 +382,27 @@ _REPLACED = {
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     """Inside, modules of the project have simulated time, threads and random numbers."""
-    import random as real_random
-
-    replaced = {**_REPLACED, "random": (real_random, Random())}
-    before = []
-    for name, module in list(sys.modules.items()):
-        if name.startswith("pipelinerl_core."):
-            for key, (real, simulated) in replaced.items():
-                if getattr(module, key, None) is real:
-                    before.append((module, key, real))
-                    setattr(module, key, simulated)
+    places = _places(frozenset(name for name in sys.modules if name.startswith("pipelinerl_core.")))
+    for module, key, _, simulated in places:
+        setattr(module, key, simulated)
     try:
         yield
     finally:
-        for module, key, real in before:
+        for module, key, real, _ in places:
             setattr(module, key, real)
+
+
+@functools.cache
+def _places(names: frozenset[str]) -> list[tuple[Any, str, Any, Any]]:
+    """(module, name, real value, simulated value) for all modules that have a real value."""
+    import random as real_random
+
+    replaced = {**_REPLACED, "random": (real_random, Random())}
+    return [
+        (sys.modules[name], key, real, simulated)
+        for name in sorted(names) for key, (real, simulated) in replaced.items()
+        if getattr(sys.modules[name], key, None) is real
+    ]  # fmt: skip
 
 
 @contextlib.contextmanager

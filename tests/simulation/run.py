@@ -23,7 +23,7 @@ from pipelinerl_core.roles.actor import main as actor_main
 from pipelinerl_core.roles.actor.loop import Actor, ActorParts
 from pipelinerl_core.roles.hub import main as hub_main
 from pipelinerl_core.roles.hub import service
-from pipelinerl_core.roles.runtime import hub_link
+from pipelinerl_core.roles.runtime import hub_link, monitor
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.runtime.process import exit_codes
 from pipelinerl_core.roles.trainer import main as trainer_main
@@ -52,6 +52,15 @@ CODEC = TextCodec(encode=lambda prompt: np.array([5, 6, 7], np.int32), decode=la
 _END_SECONDS = 8.0
 # Between the request to stop and SIGKILL.
 _STOP_SECONDS = 5.0
+
+
+class NoMetrics:
+    """Metrics of a role that nobody reads."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
 
 
 class Simulation:
@@ -174,10 +183,8 @@ class Simulation:
         hub_main.HubProcess(self.context(own)).run(own.stop)
 
     def _trainer(self, own: Process) -> None:
-        from pipelinerl_core.roles.runtime.monitor import RoleMonitor
-
         context = self.context(own)
-        trainer_main.train(context, own.stop, RoleMonitor("trainer", "trainer", "run"))
+        trainer_main.train(context, own.stop, monitor.RoleMonitor("trainer", "trainer", "run"))
 
     def _actor(self, own: Process) -> None:
         context, name = self.context(own), own.name
@@ -243,6 +250,7 @@ def replaced_machinery(simulation: Callable[[], Simulation], sync_seconds: float
             stack.enter_context(mock.patch.object(target, name, value))
         from pipelinerl_core.roles.hub import heartbeat
 
+        stack.enter_context(mock.patch.object(monitor, "RoleMetrics", NoMetrics))
         stack.enter_context(mock.patch.object(heartbeat, "process_mark", mark))
         stack.enter_context(mock.patch.object(heartbeat, "os", SimpleNamespace(getpid=lambda: process().pid)))
         stack.enter_context(mock.patch.object(heartbeat, "psutil", PSUTIL))
