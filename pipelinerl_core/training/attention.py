@@ -53,6 +53,13 @@ _NO_DECODING = {"FORCE_USE_FLEX_ATTENTION": True}
 numbers of tokens and heads ("No choices exist for backend")."""
 
 
+QKV = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values of a layer, [B, heads, T, D]; keys and values may have fewer heads (grouped-query
+attention)."""
+Attend = Callable[[QKV, PackLayout, float | None, int | None], Tensor]
+"""From these, the layout, the scale of the scores, and the window of the layer if it has one, to [B, T, H, D]."""
+
+
 class _Take(torch.autograd.Function):
     """Rows of a table [rows, F]. The indices are unique, so backward can copy; torch's own index_select would add."""
 
@@ -69,30 +76,38 @@ class _Take(torch.autograd.Function):
         return grad.new_zeros(ctx.num_rows, grad.shape[1]).index_copy_(0, indices, grad), None
 
 
-def packed_attention(
-    module: torch.nn.Module,
-    query_BHTD: Tensor,
-    key_BHTD: Tensor,
-    value_BHTD: Tensor,
-    attention_mask: None,
-    *,
-    layout: PackLayout | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention inside each packed context; `layout` arrives through the keyword arguments of the model.
+def _for_transformers(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
+    """The attention function of transformers that computes `attend`; without dropout.
 
-    Keys and values may have fewer heads than queries (grouped-query attention). Returns [B, T, H, D].
-    Raises ValueError without a layout.
+    `layout` arrives through the keyword arguments of the model. Raises ValueError without a layout.
     """
-    layout = _needed(layout)
-    is_grouped = key_BHTD.shape[1] != query_BHTD.shape[1]
-    options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "enable_gqa": is_grouped}
-    packed = [heads.transpose(1, 2)[0].flatten(1) for heads in (query_BHTD, key_BHTD, value_BHTD)]
-    sizes = [heads.shape[-1] for heads in (query_BHTD, key_BHTD, value_BHTD)]  # values may have another size
-    num_heads, num_tokens = query_BHTD.shape[1:3]
+
+    def attention(
+        module: torch.nn.Module,
+        query_BHTD: Tensor,
+        key_BHTD: Tensor,
+        value_BHTD: Tensor,
+        attention_mask: None,
+        *,
+        layout: PackLayout | None = None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        if layout is None:
+            raise ValueError(
+                "the attention of the model gets no layout=PackLayout(...): its layers drop keyword arguments"
+            )
+        return attend((query_BHTD, key_BHTD, value_BHTD), layout, scaling, sliding_window), None
+
+    return attention
+
+
+def attend_padded(qkv: QKV, layout: PackLayout, scaling: float | None, window: int | None) -> Tensor:
+    """Causal attention inside each packed context."""
+    packed = [heads_BHTD.transpose(1, 2)[0].flatten(1) for heads_BHTD in qkv]
+    sizes = [heads_BHTD.shape[-1] for heads_BHTD in qkv]  # values may have another size
+    num_heads, num_tokens = qkv[0].shape[1:3]
     parts, start = [], 0
     for band in layout.bands:
         tokens = slice(start, start + band.num_tokens)
@@ -103,14 +118,14 @@ def packed_attention(
         if band.prefixes is not None:
             keys = torch.cat([_prefixed(packed[1], band.prefixes, sizes[1]), keys], dim=2)
             values = torch.cat([_prefixed(packed[2], band.prefixes, sizes[2]), values], dim=2)
-        mask = _mask(layout, band, start, sliding_window)
+        mask = _mask(layout, band, start, window)
         attended = scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None, **options
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=_is_grouped(qkv)
         )
         parts.append(_unpadded(attended, band.slots))
         start = tokens.stop
     attended_TF = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return attended_TF.view(1, num_tokens, num_heads, -1), None
+    return attended_TF.view(1, num_tokens, num_heads, -1)
 
 
 def _rows(packed_TF: Tensor, own: slice, band: Band, *, with_copies: bool) -> tuple[Tensor, Tensor]:
@@ -136,18 +151,11 @@ def _mask(layout: PackLayout, band: Band, start: int, window: int | None) -> Ten
     return mask
 
 
-def float32_attention(
-    module: torch.nn.Module,
-    query_BHTD: Tensor,
-    key_BHTD: Tensor,
-    value_BHTD: Tensor,
-    attention_mask: None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """`packed_attention` computed in float32; the result has the type of the queries."""
+def attend_float32(qkv: QKV, layout: PackLayout, scaling: float | None, window: int | None) -> Tensor:
+    """`attend_padded` computed in float32; the result has the type of the queries."""
+    query_BHTD, key_BHTD, value_BHTD = qkv
     exact = (query_BHTD.float(), key_BHTD.float(), value_BHTD.float())
-    attended, _ = packed_attention(module, *exact, attention_mask, **options)
-    return attended.to(query_BHTD.dtype), None
+    return attend_padded(exact, layout, scaling, window).to(query_BHTD.dtype)
 
 
 def _padded(tokens: Tensor, slots: Tensor, num_contexts: int, length: int, head_dim: int) -> Tensor:
@@ -162,29 +170,17 @@ def _unpadded(padded: Tensor, slots: Tensor) -> Tensor:
     return tokens
 
 
-def varlen_attention(
-    module: torch.nn.Module,
-    query_BHTD: Tensor,
-    key_BHTD: Tensor,
-    value_BHTD: Tensor,
-    attention_mask: None,
-    *,
-    layout: PackLayout | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """`packed_attention` by torch's flash attention, whose work is sum L^2 over the contexts. Without dropout.
+def attend_varlen(qkv: QKV, layout: PackLayout, scaling: float | None, window: int | None) -> Tensor:
+    """`attend_padded` by torch's flash attention, whose work is sum L^2 over the contexts.
 
-    Raises ValueError without a layout, and torch's error if torch has no kernel for the device or type.
+    Raises torch's error if torch has no kernel for the device or type.
     """
-    layout = _needed(layout)
-    query_THD, key_THD, value_THD = (heads[0].transpose(0, 1) for heads in (query_BHTD, key_BHTD, value_BHTD))
+    query_THD, key_THD, value_THD = (heads_BHTD[0].transpose(0, 1) for heads_BHTD in qkv)
     keys = layout.keys
     if keys is not None:
         key_THD, value_THD = key_THD.index_select(0, keys.tokens), value_THD.index_select(0, keys.tokens)
     # With fewer queries than keys, causal attention gives the last query all keys.
-    attended_THD = varlen_attn(
+    attended_THD: Tensor = varlen_attn(
         query_THD,
         key_THD,
         value_THD,
@@ -194,40 +190,30 @@ def varlen_attention(
         max(layout.lengths) if keys is None else keys.longest,
         scale=scaling,
         # Tokens before and after the query. The window of transformers includes the query.
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        **({"enable_gqa": key_THD.shape[1] != query_THD.shape[1]} if _names_gqa() else {}),
+        window_size=(-1 if window is None else window - 1, 0),
+        **({"enable_gqa": _is_grouped(qkv)} if _names_gqa() else {}),
     )
-    return attended_THD[None], None
+    return attended_THD[None]
 
 
-def flex_packed_attention(
-    module: torch.nn.Module,
-    query_BHTD: Tensor,
-    key_BHTD: Tensor,
-    value_BHTD: Tensor,
-    attention_mask: None,
-    *,
-    layout: PackLayout | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """`packed_attention` by torch's flex attention, over the needed blocks. Without dropout.
+def attend_flex(qkv: QKV, layout: PackLayout, scaling: float | None, window: int | None) -> Tensor:
+    """`attend_padded` by torch's flex attention, over the needed blocks.
 
-    Raises ValueError without a layout, and NotImplementedError for gradients on a CPU.
+    Raises NotImplementedError for gradients on a CPU.
     """
-    layout = _needed(layout)
-    function = _compiled() if query_BHTD.is_cuda else flex_attention
-    attended_BHTD = function(
-        query_BHTD,
-        key_BHTD,
-        value_BHTD,
-        block_mask=block_mask(layout, sliding_window),
+    function = _compiled() if qkv[0].is_cuda else flex_attention
+    attended_BHTD: Tensor = function(
+        *qkv,
+        block_mask=block_mask(layout, window),
         scale=scaling,
-        enable_gqa=key_BHTD.shape[1] != query_BHTD.shape[1],
+        enable_gqa=_is_grouped(qkv),
         kernel_options=_NO_DECODING,
     )
-    return attended_BHTD.transpose(1, 2), None
+    return attended_BHTD.transpose(1, 2)
+
+
+def _is_grouped(qkv: QKV) -> bool:
+    return qkv[0].shape[1] != qkv[1].shape[1]
 
 
 @cache
@@ -244,19 +230,11 @@ def _compiled() -> Any:
     return torch.compile(flex_attention, dynamic=True)
 
 
-def _needed(layout: PackLayout | None) -> PackLayout:
-    if layout is None:
-        raise ValueError(
-            "the attention of the model gets no layout=PackLayout(...): its layers drop keyword arguments"
-        )
-    return layout
-
-
 ATTENTION_FUNCTIONS: dict[str, Callable[..., tuple[Tensor, None]]] = {
-    PACKED_ATTENTION: packed_attention,
-    FLOAT32_ATTENTION: float32_attention,
-    VARLEN_ATTENTION: varlen_attention,
-    FLEX_ATTENTION: flex_packed_attention,
+    PACKED_ATTENTION: _for_transformers(attend_padded),
+    FLOAT32_ATTENTION: _for_transformers(attend_float32),
+    VARLEN_ATTENTION: _for_transformers(attend_varlen),
+    FLEX_ATTENTION: _for_transformers(attend_flex),
 }
 for _name, _function in ATTENTION_FUNCTIONS.items():
     AttentionInterface.register(_name, _function)

@@ -5,7 +5,7 @@ from transformers import AttentionInterface
 
 from benchmarks.gpu_day import attention
 from benchmarks.gpu_day.steps import model_flops, peak_tflops
-from pipelinerl_core.training.attention import FLEX_ATTENTION, packed_attention
+from pipelinerl_core.training.attention import ATTENTION_FUNCTIONS, FLEX_ATTENTION, PACKED_ATTENTION
 from pipelinerl_core.training.model import ModelDimensions, prepare_model
 
 DIMENSIONS = ModelDimensions(
@@ -46,7 +46,7 @@ def test_the_kinds_of_attention_are_compared_with_padded(monkeypatch):
 
 def test_the_differences_are_those_of_the_measured_kind(monkeypatch):
     def inexact(*arguments, **options):
-        attended, weights = packed_attention(*arguments, **options)
+        attended, weights = ATTENTION_FUNCTIONS[PACKED_ATTENTION](*arguments, **options)
         return 1.01 * attended, weights
 
     monkeypatch.setattr(attention, "ROUNDS", 1)
