@@ -212,8 +212,9 @@ class Rescorer(Protocol):
 class Learner(Protocol):
     """Owns the trained weights and the optimizer."""
 
-    version: int
-    """Optimizer steps inside the weights."""
+    @property
+    def version(self) -> int:
+        """Optimizer steps inside the weights."""
 
     @property
     def trainer_logprobs(self) -> list[Float32Array | None] | None:

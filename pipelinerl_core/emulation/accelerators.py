@@ -15,18 +15,13 @@ figures of a run with much overrun describe this machine, not the emulated accel
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.interfaces import Learner, Rescorer, WeightLayout
-from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
-
-if TYPE_CHECKING:
-    import torch
-
-    from pipelinerl_core.training.live_state import LiveState
+from pipelinerl_core.interfaces import Learner
+from pipelinerl_core.types import TrainingRow
 
 logger = logging.getLogger(__name__)
 
@@ -143,13 +138,8 @@ class EmulatedLearner:
         self._speeds = speeds
         self._overrun = Overrun("training")
 
-    @property
-    def version(self) -> int:
-        return self._learner.version
-
-    @version.setter
-    def version(self, version: int) -> None:
-        self._learner.version = version
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._learner, name)
 
     def step(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
         """See `interfaces.Learner`; time/compute_seconds includes the wait."""
@@ -160,32 +150,6 @@ class EmulatedLearner:
         self._overrun.add(late_seconds=max(0.0, -left_seconds), emulated_seconds=emulated_seconds)
         time.sleep(max(0.0, left_seconds))
         return metrics | {"time/compute_seconds": time.perf_counter() - began}
-
-    def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
-        return self._learner.logprobs_of(rollouts)
-
-    @property
-    def rescorer(self) -> Rescorer | None:
-        return self._learner.rescorer
-
-    @property
-    def trainer_logprobs(self) -> list[Float32Array | None] | None:
-        return self._learner.trainer_logprobs
-
-    def layout(self) -> WeightLayout:
-        return self._learner.layout()
-
-    def weights(self, targets: "Mapping[str, torch.Tensor]") -> None:
-        self._learner.weights(targets)
-
-    def state(self) -> "LiveState":
-        return self._learner.state()
-
-    def load_state(self, files: "Iterable[Mapping[str, torch.Tensor]]", values: Mapping[str, Any]) -> None:
-        self._learner.load_state(files, values)
-
-    def adopt_weights(self, files: "Iterable[Mapping[str, torch.Tensor]]") -> None:
-        self._learner.adopt_weights(files)
 
 
 def emulated_clock(config: RunConfig) -> EmulatedClock | None:
@@ -203,4 +167,4 @@ def emulated_learner(learner: Learner, config: RunConfig) -> Learner:
         return learner
     speeds = EmulatedSpeeds.of(config)
     logger.info("speeds are emulated: %s", speeds)
-    return EmulatedLearner(learner, speeds)
+    return cast(Learner, EmulatedLearner(learner, speeds))

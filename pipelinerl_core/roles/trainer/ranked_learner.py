@@ -78,10 +78,6 @@ class RankedLearner:
     def version(self) -> int:
         return self._local.version
 
-    @version.setter
-    def version(self, version: int) -> None:
-        self._local.version = version
-
     def step(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
         step = self.version + 1
         plan = self._batcher.plan(rows, self._channel.size)
