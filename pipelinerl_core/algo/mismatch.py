@@ -16,33 +16,31 @@ import torch
 from torch import Tensor
 
 CAUSES = ("mismatch", "stale_kv", "staleness")
+NUM_DIFFERENCE_SUMS = 3 * len(CAUSES)
 
 
-class LogprobDifferences:
-    """Running sums of trainer_logprob - rollout_logprob over trained tokens, by cause."""
+def difference_sums(
+    log_ratios_N: Tensor, lags_N: Tensor, sequence_N: Tensor, trained_M: Tensor, *, num_sequences: int
+) -> Tensor:
+    """[NUM_DIFFERENCE_SUMS] for each of CAUSES sum |d|, sum -d and tokens, one after the other, of the trained tokens
+    of a pack; float64, without a gradient.
 
-    def __init__(self) -> None:
-        self._of_packs: list[Tensor] = []
-
-    def add(
-        self, log_ratios_N: Tensor, lags_N: Tensor, sequence_N: Tensor, trained_M: Tensor, *, num_sequences: int
-    ) -> None:
-        """Add the tokens of a pack.
-
-        Args:
-            log_ratios_N: trainer_logprob - rollout_logprob, not clamped.
-            lags_N: int64, steps from the weights that sampled a token to those being trained. No trained token is
-                newer than the weights being trained (batching/assemble.py).
-            sequence_N: int64, the sequence of each token. No sequence is in two packs.
-            trained_M: int64, places of the trained tokens. The others are in no sum, but their age counts for those
-                after them.
-            num_sequences: S.
-        """
-        self._of_packs.append(_sums(log_ratios_N.detach(), lags_N, sequence_N, trained_M, num_sequences))
-
-    def sums(self) -> Tensor | None:
-        """For each of CAUSES sum |d|, sum -d and tokens, one after the other, float64; None before the first pack."""
-        return torch.stack(self._of_packs).sum(0).flatten() if self._of_packs else None
+    Args:
+        log_ratios_N: d = trainer_logprob - rollout_logprob, not clamped.
+        lags_N: int64, steps from the weights that sampled a token to those being trained. No trained token is
+            newer than the weights being trained (batching/assemble.py).
+        sequence_N: int64, the sequence of each token. No sequence is in two packs.
+        trained_M: int64, places of the trained tokens. The others are in no sum, but their age counts for those
+            after them.
+        num_sequences: S.
+    """
+    oldest_S = lags_N.new_zeros(num_sequences).scatter_reduce(0, sequence_N, lags_N, "amax")
+    cause_N = (oldest_S[sequence_N] > 0).long().masked_fill(lags_N > 0, 2)
+    # Selected, not multiplied by 0: the value at a masked token may be a nan.
+    differences_M = log_ratios_N.detach().index_select(0, trained_M).double()
+    columns = torch.stack([differences_M.abs(), -differences_M, torch.ones_like(differences_M)], dim=1)
+    sums = columns.new_zeros(len(CAUSES), 3).index_add_(0, cause_N.index_select(0, trained_M), columns)
+    return sums.flatten()
 
 
 def difference_metrics(sums: Sequence[float]) -> dict[str, float]:
@@ -56,12 +54,3 @@ def difference_metrics(sums: Sequence[float]) -> dict[str, float]:
         if num_tokens:
             metrics |= {f"{cause}/abs": total_abs / num_tokens, f"{cause}/kl": total_kl / num_tokens}
     return metrics
-
-
-def _sums(log_ratios_N: Tensor, lags_N: Tensor, sequence_N: Tensor, trained_M: Tensor, num_sequences: int) -> Tensor:
-    oldest_S = lags_N.new_zeros(num_sequences).scatter_reduce(0, sequence_N, lags_N, "amax")
-    cause_N = (oldest_S[sequence_N] > 0).long().masked_fill(lags_N > 0, 2)
-    # Selected, not multiplied by 0: the value at a masked token may be a nan.
-    differences_M, cause_M = log_ratios_N.index_select(0, trained_M).double(), cause_N.index_select(0, trained_M)
-    columns = torch.stack([differences_M.abs(), -differences_M, torch.ones_like(differences_M)], dim=1)
-    return columns.new_zeros(len(CAUSES), 3).index_add_(0, cause_M, columns)

@@ -4,7 +4,7 @@ Shapes: N = sampled tokens of a pack.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
@@ -16,7 +16,7 @@ from torch import Tensor
 from pipelinerl_core.algo.by_length import NUM_SUMS, length_metrics, length_sums
 from pipelinerl_core.algo.importance import EssTerms, ess_terms, sequence_log_ratios, total_ess
 from pipelinerl_core.algo.losses import LossSums
-from pipelinerl_core.algo.mismatch import CAUSES, LogprobDifferences, difference_metrics
+from pipelinerl_core.algo.mismatch import NUM_DIFFERENCE_SUMS, difference_metrics, difference_sums
 from pipelinerl_core.algo.packed import PackedBatch, moved
 from pipelinerl_core.errors import TrainingDiverged
 from pipelinerl_core.training.ranks import Ranks
@@ -59,7 +59,7 @@ class StepSums:
     of_packs: list[Tensor] = field(default_factory=list)
     log_ratios: list[Tensor] = field(default_factory=list)
     sequence_log_ratios: list[Tensor] = field(default_factory=list)
-    differences: LogprobDifferences = field(default_factory=LogprobDifferences)
+    differences: list[Tensor] = field(default_factory=list)
     by_length: list[Tensor] = field(default_factory=list)
     keeps_logprobs: bool = False
     """Whether `add` keeps the next two fields."""
@@ -88,7 +88,9 @@ class StepSums:
         self.log_ratios.append(log_ratios_N)
         self.sequence_log_ratios.append(sequence_log_ratios(log_ratios_N, batch.sequence_N, num_sequences))
         lags_N = self.version - batch.versions_N
-        self.differences.add(log_ratios_N, lags_N, batch.sequence_N, batch.trained_M, num_sequences=num_sequences)
+        self.differences.append(
+            difference_sums(log_ratios_N, lags_N, batch.sequence_N, batch.trained_M, num_sequences=num_sequences)
+        )
         if self.keeps_logprobs:
             self.trainer_logprobs.append(trainer_logprobs_N.detach())
             self.rows.append(batch.row_S)
@@ -101,16 +103,14 @@ class StepSums:
 
         grad_norm: [] norm over all ranks, before clipping; None: the metric is 0.
         """
-        differences_of_packs = self.differences.sums()
         parts = [
-            # In the order of packs, so that a replay computes the same bits.
-            reduce(torch.add, self.of_packs) if self.of_packs else _zeros(len(_OF_PACK)),
+            _over_packs(self.of_packs, len(_OF_PACK)),
             torch.tensor([self.known[name] for name in _KNOWN], dtype=torch.float64),
-            _zeros(3 * len(CAUSES)) if differences_of_packs is None else differences_of_packs,
+            _over_packs(self.differences, NUM_DIFFERENCE_SUMS),
             ess_terms(self.log_ratios),
             ess_terms(self.sequence_log_ratios),
-            _zeros(1) if grad_norm is None else grad_norm.double().reshape(1),
-            reduce(torch.add, self.by_length) if self.by_length else _zeros(NUM_SUMS),
+            torch.zeros(1) if grad_norm is None else grad_norm.double().reshape(1),
+            _over_packs(self.by_length, NUM_SUMS),
         ]
         flat = ranks.gather(torch.cat([moved(part, device) for part in parts]))
         cuts = list(accumulate(map(len, parts), initial=0))
@@ -173,5 +173,6 @@ def restored_generator_after_refusal() -> Iterator[None]:
         raise
 
 
-def _zeros(num: int) -> Tensor:
-    return torch.zeros(num, dtype=torch.float64)
+def _over_packs(sums: Sequence[Tensor], num: int) -> Tensor:
+    """[num] their sum, in the order of packs, so that a replay computes the same bits; zeros without a pack."""
+    return reduce(torch.add, sums) if sums else torch.zeros(num, dtype=torch.float64)
