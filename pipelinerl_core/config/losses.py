@@ -116,7 +116,7 @@ class CispoLoss(_Loss):
     """Upper clip bound of the importance ratio is 1 + clip_high. The default depends on loss.kind."""
 
 
-class _ClippedLoss(_Loss):
+class ClippedLoss(_Loss):
     """PPO's clipped surrogate; the recipes differ in advantage, normalisation and bounds."""
 
     clip_low: float = Field(0.2, gt=0, le=1)
@@ -126,13 +126,13 @@ class _ClippedLoss(_Loss):
     tokens dominate the gradient."""
 
 
-class PpoLoss(_ClippedLoss):
+class PpoLoss(ClippedLoss):
     """PPO clip with a leave-one-out baseline."""
 
     kind: Literal["ppo"] = "ppo"
 
 
-class GrpoLoss(_ClippedLoss):
+class GrpoLoss(ClippedLoss):
     """GRPO: standardized advantages, every rollout has the same weight."""
 
     kind: Literal["grpo"] = "grpo"
@@ -140,7 +140,7 @@ class GrpoLoss(_ClippedLoss):
     advantage: AdvantageKind = "standardized"
 
 
-class DrGrpoLoss(_ClippedLoss):
+class DrGrpoLoss(ClippedLoss):
     """Dr. GRPO: no division by the standard deviation or by the length."""
 
     kind: Literal["dr_grpo"] = "dr_grpo"
@@ -148,7 +148,7 @@ class DrGrpoLoss(_ClippedLoss):
     advantage: AdvantageKind = "group_mean"
 
 
-class DapoLoss(_ClippedLoss):
+class DapoLoss(ClippedLoss):
     """DAPO: a higher upper than lower clip bound, every token has the same weight."""
 
     kind: Literal["dapo"] = "dapo"
@@ -156,7 +156,7 @@ class DapoLoss(_ClippedLoss):
     clip_high: float = Field(0.28, gt=0)
 
 
-class GspoLoss(_ClippedLoss):
+class GspoLoss(ClippedLoss):
     """GSPO: one importance ratio per rollout, the geometric mean over the tokens."""
 
     kind: Literal["gspo"] = "gspo"
@@ -176,7 +176,7 @@ class IcepopLoss(_Loss):
     ratio_max: float = Field(5.0, ge=1)
 
 
-class DecoupledPpoLoss(_ClippedLoss):
+class DecoupledPpoLoss(ClippedLoss):
     """PPO clip around a proximal policy, interpolated between the sampling and the current policy (AReaL, A-3PO)."""
 
     kind: Literal["decoupled_ppo"] = "decoupled_ppo"

@@ -6,10 +6,10 @@ normalisation and bounds of their own: config/losses.py has them side by side.
 
 from pipelinerl_core.algo.losses.surrogate import surrogate
 from pipelinerl_core.algo.losses.terms import LossSums, TrainedTokens
-from pipelinerl_core.config.losses import DapoLoss, DrGrpoLoss, GrpoLoss, PpoLoss
+from pipelinerl_core.config.losses import ClippedLoss
 
 
-def ppo(tokens: TrainedTokens, config: PpoLoss | GrpoLoss | DrGrpoLoss | DapoLoss) -> LossSums:
+def ppo(tokens: TrainedTokens, config: ClippedLoss) -> LossSums:
     """-surrogate(ratio, advantage)."""
     values_M, is_clipped_M = surrogate(tokens.log_ratio_M.exp(), tokens.advantages_M, config)
     return tokens.sums(-values_M, is_clipped_M)
