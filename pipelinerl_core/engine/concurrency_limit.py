@@ -4,28 +4,12 @@ engine.concurrency is the ceiling of the limit; nothing else changes the limit. 
 ceiling, vLLM preempts sequences without this controller: their keys and values are dropped and computed again later.
 """
 
-from dataclasses import dataclass
-
 _INTERVAL_SECONDS = 1.0
 # After a decrease the running sequences keep running: the effect shows only when some of them have ended.
 _SECONDS_AFTER_DECREASE = 5.0
 _MAX_KV_USAGE = 0.95
 _MAX_KV_USAGE_TO_INCREASE = 0.85
 _DECREASE_FACTOR = 0.8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVLoad:
-    """The input of the controller."""
-
-    running: int
-    """Sequences that count against the limit."""
-    queued: int
-    """Sequences among them that the engine's own scheduler has not started, or has preempted."""
-    kv_usage: float
-    """Share of the KV cache in use, in [0, 1]."""
-    num_preemptions: int
-    """Since any moment before the controller was built; only those for lack of KV cache."""
 
 
 class ConcurrencyLimit:
@@ -39,16 +23,24 @@ class ConcurrencyLimit:
         self._due = now + _INTERVAL_SECONDS
         self._num_preemptions = num_preemptions
 
-    def update(self, load: KVLoad, *, now: float) -> int:
-        """Process one observation, `now` in seconds of any monotonic clock; returns the limit."""
+    def update(self, *, running: int, queued: int, kv_usage: float, num_preemptions: int, now: float) -> int:
+        """Process one observation; returns the limit.
+
+        Args:
+            running: sequences that count against the limit.
+            queued: sequences among them that the engine's own scheduler has not started, or has preempted.
+            kv_usage: share of the KV cache in use, in [0, 1].
+            num_preemptions: since any moment before the controller was built; only those for lack of KV cache.
+            now: seconds of any monotonic clock.
+        """
         if now < self._due:
             return self.value
         self._due = now + _INTERVAL_SECONDS
-        is_preempting = load.num_preemptions > self._num_preemptions
-        self._num_preemptions = load.num_preemptions
-        if is_preempting or load.kv_usage > _MAX_KV_USAGE:
-            self.value = max(1, int(min(self.value, load.running) * _DECREASE_FACTOR))
+        is_preempting = num_preemptions > self._num_preemptions
+        self._num_preemptions = num_preemptions
+        if is_preempting or kv_usage > _MAX_KV_USAGE:
+            self.value = max(1, int(min(self.value, running) * _DECREASE_FACTOR))
             self._due = now + _SECONDS_AFTER_DECREASE
-        elif load.kv_usage < _MAX_KV_USAGE_TO_INCREASE and load.queued == 0 and load.running >= self.value:
+        elif kv_usage < _MAX_KV_USAGE_TO_INCREASE and queued == 0 and running >= self.value:
             self.value = min(self._ceiling, self.value + self._step)
         return self.value

@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 
 import torch
 
-from pipelinerl_core.engine.concurrency_limit import ConcurrencyLimit, KVLoad
+from pipelinerl_core.engine.concurrency_limit import ConcurrencyLimit
 from pipelinerl_core.engine.queued import KVPolicy, QueuedEngine
 from pipelinerl_core.engine.vllm.core import CoreDied, CoreOutput, VLLMCore
 from pipelinerl_core.engine.vllm.keeper import CoreKeeper
@@ -269,13 +269,14 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
         if load.num_steps == self._num_observed_steps:
             return  # in a pause or a rest an old load would lower the limit again and again
         self._num_observed_steps = load.num_steps
-        seen = KVLoad(
+        limit = self._limit.update(
             running=len(self._running),
             queued=load.waiting,
             kv_usage=load.kv_usage,
             num_preemptions=self._num_preemptions(),
+            now=time.monotonic(),
         )
-        if self._limit.update(seen, now=time.monotonic()) > before:
+        if limit > before:
             self._admit()
 
     def _num_preemptions(self) -> int:

@@ -3,16 +3,16 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl_core.engine.concurrency_limit import ConcurrencyLimit, KVLoad
+from pipelinerl_core.engine.concurrency_limit import ConcurrencyLimit
 
 
 def load(running, kv_usage, *, queued=0, num_preemptions=0):
-    return KVLoad(running=running, queued=queued, kv_usage=kv_usage, num_preemptions=num_preemptions)
+    return {"running": running, "queued": queued, "kv_usage": kv_usage, "num_preemptions": num_preemptions}
 
 
 def after(limit, *loads, every=10.0, start=0.0):
     """The limit after each observation."""
-    return [limit.update(observation, now=start + (i + 1) * every) for i, observation in enumerate(loads)]
+    return [limit.update(**observation, now=start + (i + 1) * every) for i, observation in enumerate(loads)]
 
 
 def test_the_limit_starts_at_the_ceiling_and_stays_there_while_there_is_room():
@@ -44,10 +44,10 @@ def test_the_limit_grows_by_a_sixteenth_only_while_all_places_are_in_use_and_not
 
 def test_the_limit_looks_once_a_second_and_waits_five_seconds_after_a_cut():
     limit = ConcurrencyLimit(100, now=0)
-    assert limit.update(load(100, 1.0), now=0.9) == 100
-    assert limit.update(load(100, 1.0), now=1.0) == 80
-    assert limit.update(load(100, 1.0), now=5.9) == 80
-    assert limit.update(load(80, 1.0), now=6.0) == 64
+    assert limit.update(**load(100, 1.0), now=0.9) == 100
+    assert limit.update(**load(100, 1.0), now=1.0) == 80
+    assert limit.update(**load(100, 1.0), now=5.9) == 80
+    assert limit.update(**load(80, 1.0), now=6.0) == 64
 
 
 @settings(deadline=None)
@@ -56,5 +56,5 @@ def test_the_limit_stays_between_one_and_the_ceiling(ceiling, observations):
     limit, preemptions = ConcurrencyLimit(ceiling, now=0), 0
     for index, (usage, new) in enumerate(observations):
         preemptions += new
-        number = limit.update(load(limit.value, usage, num_preemptions=preemptions), now=index * 7.0)
+        number = limit.update(**load(limit.value, usage, num_preemptions=preemptions), now=index * 7.0)
         assert 1 <= number <= ceiling
