@@ -31,7 +31,6 @@ from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.planning.roofline import roofline
 from pipelinerl_core.roles.trainer.learners import build_alone
 from pipelinerl_core.supervision.fit import fit_of
-from pipelinerl_core.training.model import ModelDimensions
 from pipelinerl_core.types import TrainingRow
 
 ROUNDS = 3
@@ -90,7 +89,9 @@ def measure(size: str, config: RunConfig, rows: Sequence[TrainingRow], device: s
     finally:
         products.has_mixed_product = allows_mixed
     lengths = [num_forward_tokens(row.rollout) for row in rows]
-    flops = model_flops(dimensions_of(size, config), lengths)
+    shape, fit = SIZES[size], fit_of(config)
+    assert fit is not None
+    flops = model_flops(fit.num_parameters, shape["num_hidden_layers"], shape["hidden_size"], lengths)
     step_flops = flops * (2 / 3 if config.learner.lora_rank else 1)
     peak = peak_tflops(torch.cuda.get_device_name()) if device == "cuda" else None
     gigabytes = torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else None
@@ -108,21 +109,6 @@ def measure(size: str, config: RunConfig, rows: Sequence[TrainingRow], device: s
         "memory, GB": gigabytes,
         "memory predicted, GB": predicted_gigabytes(config),
     }
-
-
-def dimensions_of(size: str, config: RunConfig) -> ModelDimensions:
-    """The dimensions of a random model."""
-    shape, fit = SIZES[size], fit_of(config)
-    assert fit is not None
-    return ModelDimensions(
-        num_parameters=fit.num_parameters,
-        vocab_size=shape["vocab_size"],
-        hidden_size=shape["hidden_size"],
-        num_layers=shape["num_hidden_layers"],
-        num_heads=shape["num_attention_heads"],
-        num_kv_heads=shape["num_key_value_heads"],
-        head_dim=shape["hidden_size"] // shape["num_attention_heads"],
-    )
 
 
 def predicted_seconds(config: RunConfig, num_tokens: int) -> float | None:

@@ -19,7 +19,6 @@ from benchmarks.sizes import SIZES
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.training.learner import TorchLearner
-from pipelinerl_core.training.model import ModelDimensions
 from pipelinerl_core.types import TrainingRow
 
 PEAK_TFLOPS = {"H200": 989.0, "H100 NVL": 835.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0}
@@ -31,11 +30,13 @@ PACKS_PER_STEP = 4
 GROUP_SIZE = 8
 
 
-def model_flops(dimensions: ModelDimensions, lengths: Sequence[int]) -> float:
-    """Flops of a forward and backward pass over sequences of these lengths; the head is tied to the embedding."""
-    width = dimensions.num_heads * dimensions.head_dim
-    attention = 6.0 * dimensions.num_layers * width * sum(length**2 for length in lengths)
-    return 6.0 * dimensions.num_parameters * sum(lengths) + attention
+def model_flops(num_parameters: int, num_layers: int, width: int, lengths: Sequence[int]) -> float:
+    """Flops of a forward and backward pass over sequences of these lengths; the head is tied to the embedding.
+
+    width: of attention, the size of all query heads together.
+    """
+    attention = 6.0 * num_layers * width * sum(length**2 for length in lengths)
+    return 6.0 * num_parameters * sum(lengths) + attention
 
 
 def peak_tflops(device_name: str) -> float | None:

@@ -7,7 +7,6 @@ Shapes: T = packed tokens, N = chosen tokens, C = hidden size, V = vocabulary.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
@@ -29,20 +28,6 @@ from pipelinerl_core.training.model_files import check_tensors
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 # Lengths of the compared sequences; different lengths, so that a wrong layout changes the result.
 _CHECK_LENGTHS = (5, 3, 4)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelDimensions:
-    """Sizes of a decoder."""
-
-    num_parameters: int
-    """Tied weights count once."""
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
 
 
 def load_model(
@@ -176,9 +161,7 @@ def _compared(model: Any, attention: AttentionKind) -> str:
     """The kind of attention for a model, which it sets. Raises ConfigError as `prepare_model`."""
     model.set_attn_implementation("sdpa")
     expected = [_plain_logprobs(model, ids) for ids in _check_sequences(model)]
-    sizes = model_dimensions(model)
-    heads = Heads(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, model.dtype, model.device)
-    chosen = choose_attention(attention, heads)
+    chosen = choose_attention(attention, _heads(model))
     # Float32 attention rounds differently from the plain forward in bfloat16. The check is about the model, so both
     # sides of the comparison attend in bfloat16.
     model.set_attn_implementation(PACKED_ATTENTION if chosen == FLOAT32_ATTENTION else chosen)
@@ -193,6 +176,17 @@ def _compared(model: Any, attention: AttentionKind) -> str:
             "way that is not supported. Take a decoder with causal attention and a plain linear head"
         )
     return chosen
+
+
+def _heads(model: Any) -> Heads:
+    config = model.config
+    return Heads(
+        num=config.num_attention_heads,
+        num_kv=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        dtype=model.dtype,
+        device=model.device,
+    )
 
 
 def check_gradient(model: Any) -> None:
@@ -214,20 +208,6 @@ def checkpoint_activations(model: Any) -> None:
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = True
-
-
-def model_dimensions(model: Any) -> ModelDimensions:
-    """Sizes of a loaded model."""
-    config = model.config
-    return ModelDimensions(
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-    )
 
 
 def head_weight(model: Any) -> Tensor:

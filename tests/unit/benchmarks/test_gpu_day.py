@@ -6,16 +6,14 @@ from transformers import AttentionInterface
 from benchmarks.gpu_day import attention
 from benchmarks.gpu_day.steps import model_flops, peak_tflops
 from pipelinerl_core.training.attention import ATTENTION_FUNCTIONS, FLEX_ATTENTION, PACKED_ATTENTION
-from pipelinerl_core.training.model import ModelDimensions, prepare_model
+from pipelinerl_core.training.model import prepare_model
 
-DIMENSIONS = ModelDimensions(
-    num_parameters=1000, vocab_size=10, hidden_size=8, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=3,
-)  # fmt: skip
+DIMENSIONS = {"num_parameters": 1000, "num_layers": 2, "width": 12}
 
 
 def test_flops_are_six_per_weight_and_token_and_those_of_causal_attention():
-    assert model_flops(DIMENSIONS, [5]) == 6 * 1000 * 5 + 6 * 2 * 12 * 25
-    assert model_flops(DIMENSIONS, [5, 3]) == 6 * 1000 * 8 + 6 * 2 * 12 * (25 + 9)
+    assert model_flops(**DIMENSIONS, lengths=[5]) == 6 * 1000 * 5 + 6 * 2 * 12 * 25
+    assert model_flops(**DIMENSIONS, lengths=[5, 3]) == 6 * 1000 * 8 + 6 * 2 * 12 * (25 + 9)
 
 
 @pytest.mark.parametrize(
