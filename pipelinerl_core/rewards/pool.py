@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +11,7 @@ from pipelinerl_core.config.prompts import ReasoningGymPrompts
 from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import ConfigError, RewardError
-from pipelinerl_core.gym.options import TaskOptions, options_of
+from pipelinerl_core.gym.options import options_of
 from pipelinerl_core.gym.tasks import evaluating, scored_tasks
 from pipelinerl_core.rewards.child import ScoringChild
 from pipelinerl_core.rewards.function import PROMPT_MESSAGES, FunctionSpec
@@ -47,51 +47,37 @@ def build_scorer(
     code: the text of the file that reward.function names; None for a module. Raises ConfigError if the verifier
     cannot score these prompts, or evaluates text and this host lacks isolation.
     """
-    name = verifier_name(config)
-    if config.reward.function:
-        return ProcessScorer(_function_spec(config, name, code), config.reward.workers, count_lost)
-    function, memory_bytes = VERIFIERS[name]
-    tasks = scored_tasks(config)
+    reward, evaluated = config.reward, evaluating(scored_tasks(config))
+    function, memory_bytes, prepare = _verifier(config, code)
     spec = ChildSpec(
-        name=name,
+        name=verifier_name(config),
         function=function,
-        timeout_seconds=config.reward.timeout_seconds,
-        timeout_reward=config.reward.timeout_reward,
-        memory_bytes=memory_bytes,
-        prepare=_options(config, tasks) or None,
-        is_sealed=config.reward.isolation == "auto",
-        forks=bool(evaluating(tasks)),
-    )
-    if spec.is_sealed:
-        _check_host(spec, evaluating(tasks))
-    return ProcessScorer(spec, config.reward.workers, count_lost)
-
-
-def _options(config: RunConfig, tasks: Sequence[str]) -> dict[str, TaskOptions]:
-    """Task of reasoning-gym -> its options and level, which its scorer may read."""
-    prompts = config.prompts
-    return {task: options_of(prompts, task) for task in tasks if isinstance(prompts, ReasoningGymPrompts)}
-
-
-def _function_spec(config: RunConfig, name: str, code: str | None) -> ChildSpec:
-    reward = config.reward
-    check_variables("reward.environment", reward.environment)
-    function = FunctionSpec(function=reward.function, code=code, weights=reward.weights, has_network=reward.network)
-    spec = ChildSpec(
-        name=name,
-        function=f"pipelinerl_core.rewards.function:RewardFunction{'s' * (',' in reward.function)}",
         timeout_seconds=reward.timeout_seconds,
         timeout_reward=reward.timeout_reward,
-        memory_bytes=FUNCTION_BYTES,
-        prepare=asdict(function),
-        is_users=True,
+        memory_bytes=memory_bytes,
+        prepare=prepare,
+        is_users=bool(reward.function),
+        is_sealed=reward.isolation == "auto",
         network=reward.network,
         environment=reward.environment,
-        is_sealed=reward.isolation == "auto",
+        forks=bool(evaluated),
     )
     if spec.is_sealed:
-        _check_host(spec, [])
-    return spec
+        _check_host(spec, evaluated)
+    return ProcessScorer(spec, reward.workers, count_lost)
+
+
+def _verifier(config: RunConfig, code: str | None) -> tuple[str, int, Any]:
+    """`function`, `memory_bytes` and `prepare` of a ChildSpec."""
+    reward, prompts = config.reward, config.prompts
+    if reward.function:
+        check_variables("reward.environment", reward.environment)
+        spec = FunctionSpec(function=reward.function, code=code, weights=reward.weights, has_network=reward.network)
+        kind = "RewardFunctions" if "," in reward.function else "RewardFunction"
+        return f"pipelinerl_core.rewards.function:{kind}", FUNCTION_BYTES, asdict(spec)
+    tasks = scored_tasks(config)
+    options = {task: options_of(prompts, task) for task in tasks if isinstance(prompts, ReasoningGymPrompts)}
+    return *VERIFIERS[verifier_name(config)], options or None
 
 
 def _parameters(prompt: Prompt, completion: Completion | None) -> dict[str, Any]:
