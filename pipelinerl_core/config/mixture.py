@@ -28,9 +28,9 @@ class MixturePart(Section):
 
 
 @contextmanager
-def naming(part: str) -> Iterator[None]:
-    """Put the name of a part before the message of a ConfigError of the block; part "": a run without a mixture."""
+def naming(name: str, section: str = "mixture") -> Iterator[None]:
+    """Put section and name before the message of a ConfigError of the block; name "": a run without a mixture."""
     try:
         yield
     except ConfigError as error:
-        raise (ConfigError(f"mixture.{part}: {error}") if part else error) from None
+        raise (ConfigError(f"{section}.{name}: {error}") if name else error) from None

@@ -43,10 +43,8 @@ def check(config: RunConfig) -> list[str]:
             own = _check_part(config.with_part(name) if name else config, source)
             lines += [f"mixture.{name}: {line}" if name else line for line in own]
     for name, source in sets.items():
-        try:
+        with naming(name, "eval.sets"):
             num = len(source.held_out(config.eval.num_prompts))
-        except ConfigError as error:
-            raise ConfigError(f"eval.sets.{name}: {error}") from None
         lines.append(f"eval.sets.{name}: {num:,} prompts")
         if isinstance(source, TableSource):
             lines += [f"eval.sets.{name}: {line}" for line in source.held_out_notes()]

@@ -5,6 +5,7 @@ imported when a source is built, because datasets and reasoning_gym take seconds
 """
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from importlib import import_module
 from types import MappingProxyType
 
@@ -21,24 +22,20 @@ _FAR = 1 << 40
 """Positions from one draw to the next: no run has so many groups."""
 
 
-def _built_by(module: str) -> Callable[[RunConfig], PromptSource]:
-    """The function `build` of a file of this folder."""
-
-    def build(config: RunConfig) -> PromptSource:
-        source: PromptSource = import_module(f"pipelinerl_core.prompts.{module}").build(config)
-        return source
-
-    return build
+def _build(module: str, config: RunConfig) -> PromptSource:
+    """Call `build` of a file of this folder."""
+    source: PromptSource = import_module(f"pipelinerl_core.prompts.{module}").build(config)
+    return source
 
 
 SOURCES: Mapping[str, Callable[[RunConfig], PromptSource]] = MappingProxyType(
     {
-        "sums": _built_by("sums"),
-        "largest_number": _built_by("largest_number"),
-        "reasoning_gym": _built_by("gym"),
-        "environment": _built_by("environment"),
-        "file": _built_by("file"),
-        "huggingface": _built_by("huggingface"),
+        "sums": partial(_build, "sums"),
+        "largest_number": partial(_build, "largest_number"),
+        "reasoning_gym": partial(_build, "gym"),
+        "environment": partial(_build, "environment"),
+        "file": partial(_build, "file"),
+        "huggingface": partial(_build, "huggingface"),
     }
 )
 
@@ -62,10 +59,8 @@ def build_all(config: RunConfig) -> tuple[dict[str, PromptSource], dict[str, Pro
     sets: dict[str, PromptSource] = {}
     for name in config.eval.sets:
         changed = config.with_set(name)
-        try:
+        with naming(name, "eval.sets"):
             sets[name] = SOURCES[changed.prompts.kind](changed)
-        except ConfigError as error:
-            raise ConfigError(f"eval.sets.{name}: {error}") from None
     for name, source in parts.items():
         others = {f"held-out prompts of mixture.{other}": parts[other] for other in parts if other != name}
         others |= {f"prompts of eval.sets.{other}": sets[other] for other in sets}
