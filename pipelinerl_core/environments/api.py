@@ -13,10 +13,14 @@ import json
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
+from itertools import accumulate
 from typing import Any
 
 MAX_KEY_LETTERS = 200
 """Longest key of a recorded value."""
+_NO_MESSAGES = bytes(32)
+"""Stands for the digest of an empty history; as long as any other digest."""
 
 
 class BudgetSpent(Exception):
@@ -124,10 +128,7 @@ class Ask:
         if reply is None:
             self._is_spent = True
             raise BudgetSpent
-        digests = Digests()
-        for message in (*history, json_text(reply.message)):
-            digests.add(message)
-        self._turns[digests.digest] = self.num_turns
+        self._turns[history_digest([*history, json_text(reply.message)])] = self.num_turns
         self.num_turns += 1
         return reply
 
@@ -173,10 +174,9 @@ class Ask:
 
     def _known_messages(self, history: list[str]) -> tuple[int, int]:
         """The length of the longest known history that the given one continues, and its last turn, or -1."""
-        num_known, after, digests = 0, -1, Digests()
-        for num, message in enumerate(history, 1):
-            digests.add(message)
-            if (digest := digests.digest) in self._turns:
+        num_known, after = 0, -1
+        for num, digest in enumerate(accumulate(history, extended, initial=_NO_MESSAGES)):
+            if digest in self._turns:
                 num_known, after = num, self._turns[digest]
         if num_known == len(history):
             raise self._misused("ask was called without a new message")
@@ -202,19 +202,14 @@ class Ask:
         return AskError(reason)
 
 
-class Digests:
-    """The digest of the messages so far, each as JSON."""
+def extended(digest: bytes, message: str) -> bytes:
+    """The digest of a history that has one more message, as JSON."""
+    return hashlib.sha256(digest + message.encode()).digest()
 
-    def __init__(self) -> None:
-        self._sha256 = hashlib.sha256()
 
-    def add(self, message: str) -> None:
-        self._sha256.update(f"{len(message)}:{message}".encode())
-
-    @property
-    def digest(self) -> bytes:
-        """Of the messages so far."""
-        return self._sha256.digest()
+def history_digest(history: Iterable[str]) -> bytes:
+    """The digest of a history of messages, each as JSON."""
+    return reduce(extended, history, _NO_MESSAGES)
 
 
 def json_text(value: Any, *, is_sorted: bool = True) -> str:

@@ -313,13 +313,5 @@ def _score(reward: float, components: Mapping[str, float]) -> Score:
 
 
 def _fields(reply: Reply) -> dict[str, Any]:
-    return {
-        "text": reply.text,
-        "content": reply.content,
-        "reasoning": reply.reasoning,
-        "tool_calls": [{"name": call.name, "arguments": dict(call.arguments)} for call in reply.tool_calls],
-        "finish_reason": str(reply.finish_reason),
-        "num_tokens": reply.num_tokens,
-        "num_tokens_before": reply.num_tokens_before,
-        "tokens_left": reply.tokens_left,
-    }
+    """The fields of api.Reply, which has the calls as dictionaries."""
+    return {**asdict(reply), "tool_calls": [call._asdict() for call in reply.tool_calls]}

@@ -31,7 +31,7 @@ from pipelinerl_core.environments.agents.http import (
     answer,
     event_stream,
 )
-from pipelinerl_core.environments.api import Ask, AskError, BudgetSpent, Digests, Reply, json_text
+from pipelinerl_core.environments.api import Ask, AskError, BudgetSpent, Reply, extended, history_digest, json_text
 from pipelinerl_core.sandbox.user_code import Invalid, checked_components
 
 MODEL = "policy"
@@ -229,13 +229,13 @@ class Endpoint:
             raise BadRequest("messages is no list of messages")
         history: list[Mapping[str, Any]] = [_plain(message) for message in messages]
         _check_json(history)
-        digests = Digests()
+        digest = history_digest([])
         for position, message in enumerate(history):
             if message["role"] == "assistant":
-                turns = self._given.get(digests.digest, ())
+                turns = self._given.get(digest, ())
                 given = next((given for given in turns if _is_turn(message, given.wire)), None)
                 history[position] = given.message if given else _with_parsed_arguments(message)
-            digests.add(json_text(history[position]))
+            digest = extended(digest, json_text(history[position]))
         return history
 
     async def _asked(
@@ -259,10 +259,8 @@ class Endpoint:
                 self.failed.set_exception(error)
             raise
         number, self._num_answers = self._num_answers, self._num_answers + 1
-        wire, digests = _wire(reply, number), Digests()
-        for message in history:
-            digests.add(json_text(message))
-        self._given.setdefault(digests.digest, []).append(_Given(wire, reply.message))
+        wire = _wire(reply, number)
+        self._given.setdefault(history_digest(map(json_text, history)), []).append(_Given(wire, reply.message))
         self.answer = reply.content
         return _completion(reply, wire, number)
 
