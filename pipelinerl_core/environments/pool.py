@@ -16,7 +16,7 @@ from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.environments.process import EnvironmentProcess, EnvironmentSpec, Loaded
 from pipelinerl_core.environments.worker import Prepare
-from pipelinerl_core.errors import ConfigError, EnvironmentFailed
+from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import EpisodeHost, Scorer
 from pipelinerl_core.sandbox import isolation
 from pipelinerl_core.sandbox.child_process import check_variables
@@ -148,9 +148,7 @@ class EnvironmentPool:
         self._places: asyncio.Semaphore | contextlib.nullcontext[None] = (
             asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
         )
-        self._name = spec.name
         self._processes = [EnvironmentProcess(spec) for _ in range(num_workers)]
-        self._is_closed = False
 
     async def play(self, task: Mapping[str, Any], seed: int, host: EpisodeHost) -> Played | Transcript:
         """Play and score one episode, as described in interfaces.py.
@@ -170,8 +168,6 @@ class EnvironmentPool:
         return await self._process().score_group(task, transcripts)
 
     def _process(self) -> EnvironmentProcess:
-        if self._is_closed:
-            raise EnvironmentFailed(f"environment {self._name}: the environment was closed")
         return min(self._processes, key=lambda candidate: candidate.num_requests)
 
     async def check(self) -> Loaded:
@@ -180,7 +176,6 @@ class EnvironmentPool:
 
     async def close(self) -> None:
         """End the processes; unfinished episodes fail with EnvironmentFailed."""
-        self._is_closed = True
         await asyncio.gather(*(process.close() for process in self._processes))
         if self._judge is not None:
             await self._judge.close()

@@ -114,15 +114,12 @@ class ProcessScorer:
         """Start no process yet; `spec` applies to each of the `num_workers` children."""
         self._spec = spec
         self._children = [ScoringChild(spec, count_lost) for _ in range(num_workers)]
-        self._is_closed = False
 
     async def score(self, prompt: Prompt, text: str, completion: Completion | None = None) -> Score:
         """The reward of a completion. Raises RewardError (one line) if the scoring failed.
 
         A scoring that exceeds its deadline has reward 0. If the child dies otherwise, two retries follow.
         """
-        if self._is_closed:
-            raise RewardError(f"verifier {self._spec.name}: the scorer was closed")
         if prompt.env != self._spec.name:
             raise RewardError(f"verifier {self._spec.name}: the prompt asks for verifier {prompt.env}")
         child = min(self._children, key=lambda candidate: candidate.num_requests)
@@ -130,5 +127,4 @@ class ProcessScorer:
 
     async def close(self) -> None:
         """End the child processes; unanswered requests fail with RewardError."""
-        self._is_closed = True
         await asyncio.gather(*(child.close() for child in self._children))

@@ -67,7 +67,7 @@ class SupervisedChild(ABC, Generic[R]):
     LATE: ClassVar[str] = ""
     """Why all requests fail if the child is not ready in time; empty: another child is started."""
     CLOSED: ClassVar[str]
-    """Why all requests fail after `close`."""
+    """Why all requests fail since `close`."""
 
     def __init__(self, title: str, prepare: Mapping[str, Any], variables: Sequence[str]) -> None:
         """The first request starts the child. title: start of messages; prepare: the first line for the child.
@@ -86,20 +86,26 @@ class SupervisedChild(ABC, Generic[R]):
         self._watch_timer: asyncio.TimerHandle | None = None
         self._restarts = RestartBudget(MAX_RESTARTS, f"at most {MAX_RESTARTS} in a row", clock=time.monotonic)
         self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     @property
     def num_requests(self) -> int:
         return len(self._requests)
 
     async def close(self) -> None:
-        """End the child; unanswered requests fail. Returns when the child has ended."""
+        """End the child; unanswered and later requests fail. Returns when the child has ended."""
+        self._is_closed = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})  # bounded: the task ends within CLOSE_SECONDS
         self._fail_all(self.CLOSED)
 
     def _add(self, request: R) -> None:
-        """Store a request under the id `_next_id`, and start a child if there is none. Subclasses remove requests."""
+        """Store a request under the id `_next_id`, and start a child if there is none. Subclasses remove requests.
+
+        Raises ERROR after `close`."""
+        if self._is_closed:
+            raise self.ERROR(f"{self._title}: {self.CLOSED}")
         self._requests[self._next_id] = request
         self._next_id += 1
         if self._task is None or self._task.done():
