@@ -52,7 +52,14 @@ def read_arms(path: str) -> list[Arm]:
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"--arms {path}: no such file")
-    return _parse_tables(path, file.read_text(encoding="utf-8"))
+    try:
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--arms {path}: not valid TOML: {error}") from None
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise ConfigError(f"--arms {path}: {name} is not a table. Write [{name}] and its settings below")
+    return [Arm(_checked_name(name), tuple(_overrides(table))) for name, table in tables.items()]
 
 
 def parse_grid(texts: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -107,17 +114,6 @@ def distinct(arms: Iterable[Arm], least: int = 2) -> tuple[Arm, ...]:
             'nothing to compare: give at least two arms, --arm "name: section.key=value", or --arms FILE.toml'
         )
     return tuple(known.values())
-
-
-def _parse_tables(source: str, text: str) -> list[Arm]:
-    try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"--arms {source}: not valid TOML: {error}") from None
-    for name, table in tables.items():
-        if not isinstance(table, dict):
-            raise ConfigError(f"--arms {source}: {name} is not a table. Write [{name}] and its settings below")
-    return [Arm(_checked_name(name), tuple(_overrides(table))) for name, table in tables.items()]
 
 
 def _overrides(table: Mapping[str, Any], prefix: str = "") -> Iterable[str]:

@@ -404,7 +404,6 @@ def _learner_problem(config: Settings) -> str | None:
             f"learner.final_lr_share=0: the learning rate is 0 after step {learner.decay_steps}, but trainer.steps="
             f"{steps}. Set learner.final_lr_share above 0"
         )
-    learner = config.learner
     if learner.splits_state and not learner.zero_stage and config.model.dtype == "bfloat16":
         return (
             "model.dtype=bfloat16 needs float32 master weights, which learner.zero_stage=0 does not keep. "

@@ -50,11 +50,9 @@ class GymSource:
     name = NAME
     generates = True
 
-    def __init__(
-        self, tasks: tuple[str, ...], seed: int, env: str, options: Mapping[str, Mapping[str, Any]] | None = None
-    ) -> None:
+    def __init__(self, tasks: tuple[str, ...], seed: int, env: str, options: Mapping[str, Mapping[str, Any]]) -> None:
         """`tasks` are names of the library, drawn uniformly; options: of their data sets, by task."""
-        self._page = lru_cache(maxsize=256)(partial(_page, options or {}))
+        self._page = lru_cache(maxsize=256)(partial(_page, options))
         self._tasks = tasks
         self._seed = seed
         self._env = env
@@ -98,7 +96,7 @@ class GymSource:
 
 def _page(options: Mapping[str, Mapping[str, Any]], task: str, seed: int) -> Any:
     """The library's data set of PAGE_ENTRIES entries for one seed."""
-    return create_dataset(task, seed=seed, size=PAGE_ENTRIES, **options.get(task, {}))
+    return create_dataset(task, seed=seed, size=PAGE_ENTRIES, **options[task])
 
 
 def with_tagged_tuples(value: Any) -> Any:

@@ -132,24 +132,14 @@ class ProgramSandbox:
             try:
                 self._unsent = self._unsent[os.write(self._requests, self._unsent) :]
             except BlockingIOError:
-                ready = loop.create_future()
-                loop.add_writer(self._requests, _set, ready)
-                try:
-                    await self._in_time(ready)
-                finally:
-                    loop.remove_writer(self._requests)
+                await self._wait_for(self._requests, loop.add_writer, loop.remove_writer)
             except BrokenPipeError:
                 raise SandboxEnded("the sandbox has ended") from None
 
     async def _status(self) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         while b"\n" not in self._rest:
-            ready = loop.create_future()
-            loop.add_reader(self._statuses, _set, ready)
-            try:
-                await self._in_time(ready)
-            finally:
-                loop.remove_reader(self._statuses)
+            await self._wait_for(self._statuses, loop.add_reader, loop.remove_reader)
             if not (data := os.read(self._statuses, 4096)):
                 raise SandboxEnded("the sandbox has ended")
             self._rest += data
@@ -158,12 +148,17 @@ class ProgramSandbox:
         status: dict[str, Any] = json.loads(line)
         return status
 
-    async def _in_time(self, ready: "asyncio.Future[None]") -> None:
+    async def _wait_for(self, pipe: int, add: Callable[..., None], remove: Callable[[int], bool]) -> None:
+        """Wait until a pipe can be read or written. add, remove: of the event loop, for one of them."""
+        ready = asyncio.Event()
+        add(pipe, ready.set)
         try:
             async with asyncio.timeout(self._limits.wall_seconds + GRACE_SECONDS):
-                await ready
+                await ready.wait()
         except TimeoutError:
             raise SandboxEnded("the sandbox does not answer") from None
+        finally:
+            remove(pipe)
 
     def _execution(self, status: dict[str, Any]) -> Execution:
         limit = self._limits.output_bytes
@@ -283,8 +278,3 @@ def host_isolation() -> str:
         return f"none, environment.kind=code is refused: {error}"
     sandbox.close()
     return sandbox.isolation + (f", because {sandbox.reason}" if sandbox.reason else "")
-
-
-def _set(future: "asyncio.Future[None]") -> None:
-    if not future.done():
-        future.set_result(None)
