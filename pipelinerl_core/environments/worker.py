@@ -420,7 +420,7 @@ def main() -> None:
         environment = UserEnvironment(prepare.path, prepare.code, prepare.options, prepare.weights)
         worker = Worker(environment, prepare, running, answers)
         if prepare.is_sealed:
-            isolation.seal(isolation.Policy(network=prepare.network, key="environment.isolation"))
+            isolation.seal("environment.isolation", network=prepare.network)
     except BaseException as error:  # noqa: BLE001  (a user's module raises anything, also SystemExit)
         write_all(answers, as_line({"failed": failure_line(error)}))
         return

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl_core.parent_death import die_with_parent
-from pipelinerl_core.sandbox.child_process import write_all
+from pipelinerl_core.sandbox.child_process import printable, write_all
 from pipelinerl_core.sandbox.isolation import limit_evaluation
 
 REPLY_BYTES = 512
@@ -36,18 +36,6 @@ TIMEOUT, DIED = "timeout", "died"
 CAUSES = (TIMEOUT, DIED)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits of one evaluation, and the descriptor for its standard streams."""
-
-    seconds: float
-    """Deadline."""
-    memory_bytes: int
-    """Address space of the fork."""
-    null: int
-    """/dev/null, open for reading and writing, because a sealed process cannot open files."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Fork:
     process: int
@@ -59,15 +47,27 @@ class Evaluator:
     """Evaluates in forks of this process, one after the other."""
 
     def __init__(
-        self, evaluate: Callable[[bytes], dict[str, Any]], warm_up: Callable[[], object], limits: Limits
+        self,
+        evaluate: Callable[[bytes], dict[str, Any]],
+        warm_up: Callable[[], object],
+        *,
+        seconds: float,
+        memory_bytes: int,
     ) -> None:
-        """`evaluate`: request -> {"reward": number} or {"error": text}, called in the fork.
+        """Call before the process is sealed.
 
-        warm_up: called in the fork before the request arrives; does the first part of an evaluation on a fixed text.
+        Args:
+            evaluate: request -> {"reward": number} or {"error": text}, called in the fork.
+            warm_up: called in the fork before the request arrives; does the first part of an evaluation on a fixed
+                text.
+            seconds: deadline of an evaluation.
+            memory_bytes: limit of the address space of the fork.
         """
         self._evaluate = evaluate
         self._warm_up = warm_up
-        self._limits = limits
+        self._seconds = seconds
+        self._memory_bytes = memory_bytes
+        self._null = os.open(os.devnull, os.O_RDWR)  # now, because a sealed process cannot open files
         self._next: _Fork | None = None
         self._killed: int | None = None
 
@@ -84,7 +84,7 @@ class Evaluator:
         self.start_next()
         fork, self._next = self._next, None
         assert fork is not None
-        deadline = time.monotonic() + self._limits.seconds
+        deadline = time.monotonic() + self._seconds
         try:
             write_all(fork.requests, request)
             return _validated(_line(fork.replies, deadline))
@@ -103,8 +103,8 @@ class Evaluator:
         if process == 0:
             try:
                 die_with_parent(worker)
-                _keep_only(request_reader, reply_writer, self._limits.null)
-                limit_evaluation(math.ceil(self._limits.seconds) + 1, self._limits.memory_bytes)
+                _keep_only(request_reader, reply_writer, self._null)
+                limit_evaluation(math.ceil(self._seconds) + 1, self._memory_bytes)
                 self._warm_up()
                 with open(_REQUEST, "rb") as stream:
                     request = stream.readline()
@@ -153,5 +153,5 @@ def _validated(line: bytes) -> dict[str, Any]:
         case {"reward": float() | int() as reward, **others} if not isinstance(reward, bool) and not others:
             return {"reward": reward}
         case {"error": str() as text, **others} if not others or others == {"raised": True}:
-            return {"error": "".join(letter for letter in text if letter.isprintable())}
+            return {"error": printable(text)}
     raise Lost(DIED)

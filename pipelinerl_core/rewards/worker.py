@@ -15,7 +15,6 @@ the kernel kills the process when its parent dies.
 """
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -63,17 +62,15 @@ def main() -> None:
     spec = ChildSpec(**fields)
     try:
         verifier, warm_up = _loaded(spec.function, spec.prepare)
-        limits = forked.Limits(
-            seconds=spec.timeout_seconds,
-            memory_bytes=min(spec.memory_bytes, isolation.address_space_bytes() + isolation.EVALUATION_BYTES),
-            null=os.open(os.devnull, os.O_RDWR),
+        memory_bytes = min(spec.memory_bytes, isolation.address_space_bytes() + isolation.EVALUATION_BYTES)
+        evaluator = forked.Evaluator(
+            lambda line: _evaluation(verifier, line), warm_up, seconds=spec.timeout_seconds, memory_bytes=memory_bytes
         )
         if spec.is_sealed:
-            isolation.seal(isolation.Policy(forks=spec.forks, network=spec.network))
+            isolation.seal("reward.isolation", forks=spec.forks, network=spec.network)
     except BaseException as error:  # noqa: BLE001  (a user's module raises anything, also SystemExit)
         write_all(replies, as_line({"failed": failure_line(error)}))
         return
-    evaluator = forked.Evaluator(lambda line: _evaluation(verifier, line), warm_up, limits)
     write_all(replies, as_line({"ready": True}))
     if spec.forks:
         evaluator.start_next()

@@ -10,7 +10,6 @@ import os
 import resource
 import sys
 import sysconfig
-from dataclasses import dataclass
 
 from pipelinerl_core.sandbox import landlock, privileges, seccomp
 
@@ -27,18 +26,6 @@ _MADV_COLLAPSE, _HUGE_PAGE = 25, 2 << 20  # <linux/mman.h>
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """Permissions of the process besides computing and reading its Python's modules."""
-
-    forks: bool = False
-    """Start and end processes: each evaluation runs in a fork, which has no such permission."""
-    network: bool = False
-    """Open connections, read the system's files for names and certificates, and start threads."""
-    key: str = "reward.isolation"
-    """Key of the configuration that turns the isolation off, for messages."""
-
-
 def missing() -> tuple[str, ...]:
     """Names of the kernel features for `seal` that this host lacks, as text. Changes nothing."""
     lacks = []
@@ -49,25 +36,30 @@ def missing() -> tuple[str, ...]:
     return tuple(lacks)
 
 
-def seal(policy: Policy) -> None:
-    """Drop all permissions outside of the policy, as far as the kernel allows; irreversible.
+def seal(key: str, *, forks: bool = False, network: bool = False) -> None:
+    """Drop all permissions besides computing and reading Python's modules, as far as the kernel allows; irreversible.
 
     Call after the imports and before other threads start, because running threads keep their permissions. Raises
     OSError if the kernel refuses a supported call, RuntimeError if other threads run.
+
+    Args:
+        key: of the configuration, which turns the isolation off, for messages.
+        forks: may start and end processes: each evaluation runs in a fork, which has no such permission.
+        network: may open connections, read the system's files for names and certificates, and start threads.
     """
     if others := _other_threads():
         raise RuntimeError(
             f"an imported module has started threads ({', '.join(others)}), which cannot be isolated. Do without the "
-            f"module, or set {policy.key}=none"
+            f"module, or set {key}=none"
         )
     privileges.forbid_dumps()
     privileges.drop_capabilities()
-    if policy.forks:
+    if forks:
         _make_forks_cheap()
     if landlock.version() > 0:
-        landlock.restrict([*readable_paths(), *(_network_paths() if policy.network else ())], network=policy.network)
+        landlock.restrict([*readable_paths(), *(_network_paths() if network else ())], network=network)
     if seccomp.is_available():
-        seccomp.install(forks=policy.forks, network=policy.network)
+        seccomp.install(forks=forks, network=network)
         seccomp.program(forks=False)  # cached here, so that the forks need not build the program
 
 
