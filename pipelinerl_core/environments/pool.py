@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import resource
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 from pipelinerl_core.config.environments import CommandEnvironment, VerifiersEnvironment
 from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.config.verifier import verifier_name
-from pipelinerl_core.environments.process import EnvironmentProcess, EnvironmentSpec, Loaded
+from pipelinerl_core.environments.process import EnvironmentProcess, Loaded
 from pipelinerl_core.environments.worker import Prepare
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import EpisodeHost, Scorer
@@ -51,7 +50,8 @@ def build_environments(config: RunConfig, code: str | None, scorer: Scorer | Non
     check_variables("environment.variables", section.variables)
     if isinstance(section, CommandEnvironment | VerifiersEnvironment):
         judge = _Judge(config, section, scorer) if scorer and isinstance(section, CommandEnvironment) else None
-        return EnvironmentPool(_program_spec(config, section), section.workers, judge, limit=section.programs)
+        return EnvironmentPool(_program_processes(config, section), judge, limit=section.programs)
+    name = Path(section.path).name
     prepare = Prepare(
         path=_location(section.path, has_rows=not config.prompts.from_environment),
         code=code,
@@ -63,13 +63,14 @@ def build_environments(config: RunConfig, code: str | None, scorer: Scorer | Non
         is_sealed=section.isolation == "auto",
         memory_bytes=MEMORY_BYTES,
     )
-    spec = EnvironmentSpec(name=Path(section.path).name, prepare=prepare, variables=section.variables)
     if prepare.is_sealed and (lacks := " and ".join(isolation.missing())):
-        logger.warning("environment %s: processes are only partly isolated: this host has no %s", spec.name, lacks)
-    return EnvironmentPool(spec, section.workers)
+        logger.warning("environment %s: processes are only partly isolated: this host has no %s", name, lacks)
+    return EnvironmentPool([EnvironmentProcess(name, prepare, section.variables) for _ in range(section.workers)])
 
 
-def _program_spec(config: RunConfig, section: CommandEnvironment | VerifiersEnvironment) -> EnvironmentSpec:
+def _program_processes(
+    config: RunConfig, section: CommandEnvironment | VerifiersEnvironment
+) -> list[EnvironmentProcess]:
     """Agent programs use files and start programs, with any amount of address space: the launcher isolates them."""
     if isinstance(section, VerifiersEnvironment):
         name, shown = "Verifiers", f"verifiers {section.id}"
@@ -90,8 +91,8 @@ def _program_spec(config: RunConfig, section: CommandEnvironment | VerifiersEnvi
         is_sealed=False,
         memory_bytes=resource.RLIM_INFINITY,
     )
-    passed_on = tuple(name for name in PROGRAM_VARIABLES if name in os.environ)
-    return EnvironmentSpec(name=shown, prepare=prepare, variables=(*section.variables, *passed_on))
+    variables = (*section.variables, *PROGRAM_VARIABLES)
+    return [EnvironmentProcess(shown, prepare, variables) for _ in range(section.workers)]
 
 
 class _Judge:
@@ -138,17 +139,17 @@ class EnvironmentPool:
     """
 
     def __init__(
-        self, spec: EnvironmentSpec, num_workers: int, judge: _Judge | None = None, *, limit: int | None = None
+        self, processes: Sequence[EnvironmentProcess], judge: _Judge | None = None, *, limit: int | None = None
     ) -> None:
-        """Start no process yet; `spec` applies to each of the `num_workers` processes.
+        """Start no process yet.
 
         judge: scores episodes. limit: episodes at once; the time until an episode starts counts for no deadline.
         """
+        self._processes = processes
         self._judge = judge
         self._places: asyncio.Semaphore | contextlib.nullcontext[None] = (
             asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
         )
-        self._processes = [EnvironmentProcess(spec) for _ in range(num_workers)]
 
     async def play(self, task: Mapping[str, Any], seed: int, host: EpisodeHost) -> Played | Transcript:
         """Play and score one episode, as described in interfaces.py.

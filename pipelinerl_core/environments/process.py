@@ -32,17 +32,6 @@ MAX_DEATHS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvironmentSpec:
-    """Environment and limits of a process."""
-
-    name: str
-    """For messages: FILE.py:CLASS without directory."""
-    prepare: Prepare
-    variables: tuple[str, ...] = ()
-    """Further variables of the actor's environment that the process gets."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """What a process reports about the loaded class."""
 
@@ -92,10 +81,14 @@ class EnvironmentProcess(SupervisedChild[_Episode]):
     LATE = f"the environment was not loaded within {START_SECONDS:g} s"
     CLOSED = "the environment was closed"
 
-    def __init__(self, spec: EnvironmentSpec) -> None:
-        """The first episode starts the process."""
-        super().__init__(f"environment {spec.name}", asdict(spec.prepare), spec.variables)
-        self._call_seconds = spec.prepare.call_seconds
+    def __init__(self, name: str, prepare: Prepare, variables: Sequence[str]) -> None:
+        """The first episode starts the process.
+
+        name: for messages, FILE.py:CLASS without directory. variables: further variables of the actor's environment
+        that the process gets.
+        """
+        super().__init__(f"environment {name}", asdict(prepare), variables)
+        self._call_seconds = prepare.call_seconds
         self._running: RunningStep
         self._loaded = Loaded(has_tasks=False, weights={})
         self._is_overdue = False  # the process was killed because one step exceeded its limit
