@@ -34,6 +34,7 @@ class Env:
 
 %s
 """
+TOO_LONG = "the environment took more than environment.call_seconds=1 (my_env.py:{line})"
 # Method of the environment -> (code of its body, text of the error). {line} is the line of the comment `# here`.
 PLAY = {
     "raises": ("raise ValueError('bad\\nsecond line')  # here", "ValueError: bad (my_env.py:{line})"),
@@ -53,26 +54,14 @@ PLAY = {
         "CancelledError (my_env.py:{line})",
     ),
     "waits_for_input": ("input()  # here", "EOFError: EOF when reading a line (my_env.py:{line})"),
-    "blocks_in_python": (
-        "while True: pass  # here",
-        "the environment took more than environment.call_seconds=1 (my_env.py:{line})",
-    ),
-    "sleeps": (
-        "time.sleep(1e6)  # here",
-        "the environment took more than environment.call_seconds=1 (my_env.py:{line})",
-    ),
-    "matches_for_ever": (
-        "re.match(r'(a+)+$', 'a' * 64 + 'b')  # here",
-        "the environment took more than environment.call_seconds=1 (my_env.py:{line})",
-    ),
+    "blocks_in_python": ("while True: pass  # here", TOO_LONG),
+    "sleeps": ("time.sleep(1e6)  # here", TOO_LONG),
+    "matches_for_ever": ("re.match(r'(a+)+$', 'a' * 64 + 'b')  # here", TOO_LONG),
     "blocks_in_a_task": (
         "async def other():\n    while True: pass  # here\nawait asyncio.gather(other(), other())",
-        "the environment took more than environment.call_seconds=1 (my_env.py:{line})",
+        TOO_LONG,
     ),
-    "never_ends": (
-        "await asyncio.sleep(1e9)  # here",
-        "the environment took more than environment.call_seconds=1 (my_env.py:{line})",
-    ),
+    "never_ends": ("await asyncio.sleep(1e9)  # here", TOO_LONG),
     "asks_too_long": (
         "messages = list(HELLO)\nfor _ in itertools.count():\n    reply = await ask(messages)\n"
         "    messages += [reply.message, *HELLO]\n    await asyncio.sleep(0.5)",
@@ -159,13 +148,10 @@ DEADLY = {
         "sum(range(10**15))",
         "the environment took more than environment.call_seconds=1 and could not be interrupted",
     ),
-    "swallows": (
-        "while True:\n    try:\n        while True: pass  # here\n    except BaseException: pass",
-        "the environment took more than environment.call_seconds=1 (my_env.py:{line})",
-    ),
+    "swallows": ("while True:\n    try:\n        while True: pass  # here\n    except BaseException: pass", TOO_LONG),
     "ignores_cancellation": (
         "while True:\n    try: await asyncio.sleep(1e9)  # here\n    except BaseException: pass",
-        "the environment took more than environment.call_seconds=1 (my_env.py:{line})",
+        TOO_LONG,
     ),
     "writes_answers": (
         "for number in range(3, 64):\n    try: os.write(number, b'{}\\n')\n    except OSError: pass\n"

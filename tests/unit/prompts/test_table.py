@@ -16,6 +16,7 @@ from pipelinerl_core.prompts.split import is_held_out, prompt_id
 
 ROWS = [{"prompt": f"What is {number} + 1?", "answer": number + 1} for number in range(400)]
 
+QUESTION = '{"q": "1", "answer": 1}\n'
 MESSAGES = (
     '{"prompt": [{"role": "user", "content": "1"}], "answer": 1}\n'
     '{"prompt": [{"role": "user", "content": "2"}, {"role": "user", "content": "3"}], "answer": 1}\n'
@@ -215,31 +216,11 @@ def test_parquet_gives_the_same_prompts_as_json_lines_but_for_its_name(tmp_path)
             "row 0 of .* has a list, but must have text or a number",
         ),
         ("rows.jsonl", MESSAGES, {}, r"row 1 of .* has messages of \['user', 'user'\], but must have"),
-        (
-            "rows.jsonl",
-            '{"q": "1", "answer": 1}\n',
-            {"template": "{q.x}"},
-            r"column=q\.x: no such column in .* in prompts\.template$",
-        ),
-        (
-            "rows.jsonl",
-            '{"q": "1", "answer": 1}\n',
-            {"template": "{q!r}"},
-            r"template: braces hold 'q' with a format",
-        ),
-        (
-            "rows.jsonl",
-            '{"q": "1", "answer": 1}\n',
-            {"template": "{}"},
-            "template: braces hold '' with a format or no",
-        ),
-        (
-            "rows.jsonl",
-            '{"q": "1", "answer": 1}\n',
-            {"template": "{q"},
-            "template: expected '}' before end of string",
-        ),
-        ("rows.jsonl", '{"q": "1", "answer": 1}\n', {"template": "Count."}, "template: names no column"),
+        ("rows.jsonl", QUESTION, {"template": "{q.x}"}, r"column=q\.x: no such column in .* in prompts\.template$"),
+        ("rows.jsonl", QUESTION, {"template": "{q!r}"}, r"template: braces hold 'q' with a format"),
+        ("rows.jsonl", QUESTION, {"template": "{}"}, "template: braces hold '' with a format or no"),
+        ("rows.jsonl", QUESTION, {"template": "{q"}, "template: expected '}' before end of string"),
+        ("rows.jsonl", QUESTION, {"template": "Count."}, "template: names no column"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path, name, content, options, message):
@@ -351,7 +332,7 @@ TALK = [
 def test_a_conversation_is_a_prompt(tmp_path, start):
     talk = TALK[start:]
     rows = [{"prompt": talk, "answer": "4"}, {"prompt": "2+3?", "answer": "5"}]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_jsonl(tmp_path / "rows.jsonl", rows)
     config = load_config(
         "quickstart", ["prompts.kind=file", f"prompts.path={tmp_path}/rows.jsonl", "prompts.held_out_share=0.5"]
     )
@@ -375,7 +356,7 @@ def test_messages_are_the_prompt_unless_the_template_adds_text(tmp_path, templat
 
 @pytest.mark.parametrize("talk", [TALK[:3], TALK[1:3], [*TALK[1:], TALK[1]], [{"role": "user", "content": [1]}]])
 def test_messages_that_do_not_end_with_a_question_of_the_user_are_refused(tmp_path, talk):
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'prompt': talk, 'answer': '4'})}\n")
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": talk, "answer": "4"}])
     config = load_config("quickstart", ["prompts.kind=file", f"prompts.path={tmp_path}/rows.jsonl"])
     with pytest.raises(ConfigError, match="must have texts of user and assistant in turn"):
         build_source(config)
