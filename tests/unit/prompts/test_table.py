@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.models.resolve import build_config, load_config
+from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.prompts.split import is_held_out, prompt_id
 
@@ -332,12 +332,8 @@ TALK = [
 def test_a_conversation_is_a_prompt(tmp_path, start):
     talk = TALK[start:]
     rows = [{"prompt": talk, "answer": "4"}, {"prompt": "2+3?", "answer": "5"}]
-    write_jsonl(tmp_path / "rows.jsonl", rows)
-    config = load_config(
-        "quickstart", ["prompts.kind=file", f"prompts.path={tmp_path}/rows.jsonl", "prompts.held_out_share=0.5"]
-    )
-    source = build_source(config)
-    prompts = {prompt.task["answer"]: prompt for prompt in (source.prompt(0), *source.held_out(1))}
+    both = source(write_jsonl(tmp_path / "rows.jsonl", rows), held_out_share=0.5)
+    prompts = {prompt.task["answer"]: prompt for prompt in (both.prompt(0), *both.held_out(1))}
     assert prompts["4"].messages == tuple(talk)
     assert prompts["4"].text == "\n\n".join(message["content"] for message in talk)
     assert prompts["5"].messages == ()
@@ -356,7 +352,6 @@ def test_messages_are_the_prompt_unless_the_template_adds_text(tmp_path, templat
 
 @pytest.mark.parametrize("talk", [TALK[:3], TALK[1:3], [*TALK[1:], TALK[1]], [{"role": "user", "content": [1]}]])
 def test_messages_that_do_not_end_with_a_question_of_the_user_are_refused(tmp_path, talk):
-    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": talk, "answer": "4"}])
-    config = load_config("quickstart", ["prompts.kind=file", f"prompts.path={tmp_path}/rows.jsonl"])
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": talk, "answer": "4"}])
     with pytest.raises(ConfigError, match="must have texts of user and assistant in turn"):
-        build_source(config)
+        source(path)
