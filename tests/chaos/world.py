@@ -25,7 +25,7 @@ from pipelinerl_core.supervision.temporary_directories import compiler_cache, li
 from pipelinerl_core.weights.memory import shm_directory
 from tests.chaos.proxy import FaultyProxy
 from tests.chaos.services import mlflow_server, prefect_server
-from tests.conftest import ACCESS_KEY, BUCKET, SECRET_KEY, start_rclone, stop_rclone
+from tests.s3_server import BUCKET, aws_variables, start_rclone, stop_rclone
 
 ROOT = Path(__file__).parents[2]
 LEASE_SECONDS = 4.0
@@ -185,12 +185,7 @@ class World:
         """Environment of those who use the store, through the proxy or (None) around it."""
         if self.kind == "file":
             return {}
-        return {
-            "AWS_ENDPOINT_URL_S3": self._rclone.endpoint if proxy is None else proxy.endpoint,
-            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
-            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
+        return aws_variables(self._rclone.endpoint if proxy is None else proxy.endpoint)
 
     # ---- looking ---------------------------------------------------------------------------------------------
 

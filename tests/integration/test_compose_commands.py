@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from tests.conftest import ACCESS_KEY, SECRET_KEY, find_rclone
 from tests.integration.prefect_server import kill_tree, postgres, postgres_programs
 from tests.ports import free_port
 from tests.processes import debian_program
+from tests.s3_server import ACCESS_KEY, SECRET_KEY, find_rclone
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -14,8 +14,8 @@ import pyarrow.dataset as ds
 import pytest
 from blake3 import blake3
 
-from tests.conftest import ACCESS_KEY, SECRET_KEY
 from tests.integration.pipeline import ROOT
+from tests.s3_server import ACCESS_KEY, SECRET_KEY
 
 pytestmark = [pytest.mark.slow, pytest.mark.s3]
 

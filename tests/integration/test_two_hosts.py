@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from pipelinerl_core.storage.object_store import open_store
-from tests.conftest import ACCESS_KEY, BUCKET, SECRET_KEY, find_rclone
 from tests.integration.pipeline import ROOT, assert_closes, committed_steps
 from tests.integration.prefect_server import PREFECT, await_
 from tests.processes import install_debian
+from tests.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, find_rclone
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(1200),
