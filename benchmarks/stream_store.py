@@ -27,9 +27,7 @@ def measure_segments(target: str, num_groups: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="bench-stream-") as directory, contextlib.ExitStack() as stack:
         url = f"{directory}/run"
         if target == "S3":
-            served = Path(directory) / "s3"
-            served.mkdir()
-            server = start_rclone(served)
+            server = start_rclone(Path(directory) / "s3")
             stack.callback(stop_rclone, server.process)
             stack.enter_context(patch.dict(os.environ, aws_variables(server.endpoint)))
             url = f"s3://{BUCKET}/run"

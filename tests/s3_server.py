@@ -37,7 +37,7 @@ def find_rclone() -> str:
 
 def start_rclone(root: Path) -> S3Server:
     """Serve `root` on a free loopback port; returns once it accepts connections. Raises ConfigError."""
-    (root / BUCKET).mkdir()
+    (root / BUCKET).mkdir(parents=True)
     port = free_port()
     command = [find_rclone(), "serve", "s3", str(root), "--addr", f"127.0.0.1:{port}", "--config", "/dev/null"]
     process = subprocess.Popen(

@@ -82,7 +82,6 @@ class World:
         for service in (self.prefect, self.mlflow):
             service.start()
         if self.kind == "s3":
-            (self.home / "s3").mkdir()
             self._rclone = start_rclone(self.home / "s3")
             self.proxy = FaultyProxy(self._rclone.endpoint, self.random.randrange(1 << 30))
             self._prefix = uuid.uuid4().hex[:8]
