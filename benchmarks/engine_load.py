@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.sizes import SIZES
 from pipelinerl_core.interfaces import Engine, WeightUpdate
-from pipelinerl_core.types import (
-    Completion,
-    EngineRequest,
-    FinishReason,
-    Int32Array,
-    Outcome,
-    Rollout,
-    Sampler,
-    WeightSpan,
-)
+from pipelinerl_core.types import Completion, EngineRequest, FinishReason, Int32Array, Rollout, Sampler
+from tests.rollout_rows import build_rollout
 
 
 def random_model(size: str | Mapping[str, Any], *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
@@ -52,31 +45,20 @@ def random_rollout(
     size: int = 1,
 ) -> Rollout:
     """A scored rollout of version 0, at a place in a group. Every second rollout has a reward of 1, the others 0."""
-    num_tokens = len(completion)
-    return Rollout(
+    built = build_rollout(
+        np.random.default_rng(0),
         group_id=group,
         rollout_index=index,
-        attempt=0,
-        lease_id="",
-        prompt_id="",
-        source="bench",
-        env="bench",
-        actor="bench",
         group_size=size,
+        num_tokens=len(completion),
+        reward=float(index % 2),
+    )
+    return replace(
+        built,
         prompt_token_ids=prompt,
         completion_token_ids=completion,
-        rollout_logprobs=np.full(num_tokens, logprobs, np.float32),
-        weight_spans=(WeightSpan(0, 0, num_tokens),),
-        loss_mask=np.ones(num_tokens, np.bool_),
-        reward=float(index % 2),
-        outcome=Outcome.SCORED,
+        rollout_logprobs=np.full(len(completion), logprobs, np.float32),
         finish_reason=FinishReason.LENGTH,
-        error=None,
-        sampler=Sampler(),
-        max_tokens=num_tokens,
-        started_at=0.0,
-        finished_at=0.0,
-        scored_at=0.0,
     )
 
 
