@@ -46,7 +46,6 @@ PROMPT_TOKENS = 12
 MAX_TOKENS = 64
 ROUNDS = 3
 SWAPS = 15
-SWAP_EVERY_SECONDS = 0.5
 DEADLINE_SECONDS = 300.0
 
 Generate = Callable[[Int32Array], Awaitable[int]]
@@ -68,7 +67,7 @@ def main() -> int:
 
 
 async def measure(directory: Path) -> dict[str, Any]:
-    """Seconds until ready and until the first tokens, tokens per second, pauses, tokens per second with swaps."""
+    """Seconds until ready and until the first tokens, tokens per second, and pauses."""
     vocab_size = int(json.loads((directory / "config.json").read_text())["vocab_size"])
     started = time.perf_counter()
     engine, core, staged = await start_vllm(
@@ -111,8 +110,6 @@ def table(result: dict[str, Any]) -> str:
             f"tokens/s: bare AsyncLLM {result['bare']:,.0f}, adapter {result['adapter']:,.0f}: {result['ratio']:.2f}",
             f"pause of a swap in ms, median: bare {result['bare_pause_ms']:.1f}, adapter {result['pause_ms']:.1f}: "
             f"{result['pause_ratio']:.2f}",
-            f"tokens/s outside of pauses, a swap every {SWAP_EVERY_SECONDS} s: {result['between_swaps']:,.0f}: "
-            f"{result['between_swaps_ratio']:.2f}",
             "",
         ]
     )
@@ -150,38 +147,11 @@ async def _pauses(
         bare.append(await _bare_swap(core, path, version))
     load.cancel()
     await asyncio.gather(load, return_exceptions=True)
-    plain = await _tokens_per_second(engine, prompts, None)
-    swapping = await _tokens_per_second(engine, prompts, replace(update, version=SWAPS + 1))
     return {
         "pause_ms": statistics.median(adapter) * 1e3,
         "bare_pause_ms": statistics.median(bare) * 1e3,
         "pause_ratio": statistics.median(adapter) / statistics.median(bare),
-        "between_swaps": swapping,
-        "between_swaps_ratio": swapping / plain,
     }
-
-
-async def _tokens_per_second(engine: VLLMEngine, prompts: Int32Array, update: WeightUpdate | None) -> float:
-    """Over three rounds without the time of pauses; with regular swaps if there is an update."""
-    paused_seconds = 0.0
-
-    async def swap_regularly() -> None:
-        nonlocal paused_seconds
-        assert update is not None
-        for version in range(update.version, update.version + 1000):
-            await asyncio.sleep(SWAP_EVERY_SECONDS)
-            paused_seconds += (await engine.swap(replace(update, version=version))).pause_seconds
-
-    swapping = asyncio.create_task(swap_regularly()) if update is not None else None
-    started = time.perf_counter()
-    num_tokens = 0
-    for round_ in range(ROUNDS):
-        num_tokens += await count_tokens(engine, prompts, max_tokens=MAX_TOKENS, name=f"{round_}.")
-    seconds = time.perf_counter() - started - paused_seconds
-    if swapping is not None:
-        swapping.cancel()
-        await asyncio.gather(swapping, return_exceptions=True)
-    return num_tokens / seconds
 
 
 async def _bare(core: VLLMCore, prompts: Int32Array) -> int:
