@@ -21,16 +21,17 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.training.optimizer import make_adam
 from pipelinerl_core.types import TrainingRow
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
-# The fastest value on two cores for the rollouts of the quickstart (other values: bench/peers/trl_grpo.py).
+    from benchmarks.peers.trl_grpo import grpo_config
+
+# The fastest value on two cores for the rollouts of the quickstart (other values: benchmarks/peers/trl_grpo.py).
 ROWS_PER_PASS = 128
 
 
@@ -57,28 +58,14 @@ class TRLStep:
 
 
 def _trainer(model: Any, config: RunConfig, rows_per_pass: int, num_passes: int, directory: str) -> Any:
-    """With the objective of the learner, as in bench/peers/trl_grpo.py."""
-    assert isinstance(config.loss, ReinforceLoss)
+    """With the objective of the learner."""
     tokenizer_class: Any = PreTrainedTokenizerFast
     words: Any = WordLevel({"<end>": 0, "<unknown>": 1}, unk_token="<unknown>")
-    settings = GRPOConfig(
-        output_dir=directory,
-        use_cpu=True,
-        bf16=False,
+    settings = grpo_config(
+        config,
+        directory,
         per_device_train_batch_size=rows_per_pass,
         gradient_accumulation_steps=num_passes,
-        num_generations=config.rollouts.group_size,
-        max_completion_length=config.rollouts.max_tokens,
-        temperature=config.rollouts.temperature,
-        loss_type="cispo",
-        epsilon_high=config.loss.ratio_max,
-        scale_rewards="none",
-        beta=0.0,
-        gradient_checkpointing=False,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
     )
     return GRPOTrainer(
         model=model,

@@ -111,35 +111,46 @@ def trainer_settings(
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     rows = math.gcd(rows, batch // processes)
     passes = batch // (rows * processes)
-    return GRPOConfig(
-        output_dir=str(task.out / "trl"),
-        use_cpu=True,
+    return grpo_config(
+        config,
+        str(task.out / "trl"),
         ddp_backend="gloo" if processes > 1 else None,
-        bf16=False,
         seed=config.seed,
         max_steps=config.trainer.steps,
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=passes,
         steps_per_generation=steps_per_generation * passes,
-        num_generations=config.rollouts.group_size,
-        max_completion_length=config.rollouts.max_tokens,
-        temperature=config.rollouts.temperature,
-        loss_type="cispo",
-        epsilon_high=_ratio_max(config),
-        scale_rewards="none",
         reward_weights=[config.rollouts.group_size / (config.rollouts.group_size - 1)],
-        beta=0.0,
         num_iterations=1,
         max_grad_norm=config.learner.clip_norm,
-        gradient_checkpointing=False,
         shuffle_dataset=False,
         use_transformers_continuous_batching=continuous_batching,
         transformers_continuous_batching_config=_cache_settings(config, _CONCURRENCY),
         dataloader_num_workers=0,
+    )
+
+
+def grpo_config(config: RunConfig, directory: str, **others: Any) -> Any:
+    """TRL's options for the objective of a configuration, on the CPU and without logs. others: further options."""
+    if not isinstance(config.loss, ReinforceLoss):
+        raise ConfigError(f"loss.kind={config.loss.kind}: TRL is compared on reinforce. Set loss.kind=reinforce")
+    return GRPOConfig(
+        output_dir=directory,
+        use_cpu=True,
+        bf16=False,
+        num_generations=config.rollouts.group_size,
+        max_completion_length=config.rollouts.max_tokens,
+        temperature=config.rollouts.temperature,
+        loss_type="cispo",
+        epsilon_high=config.loss.ratio_max,
+        scale_rewards="none",
+        beta=0.0,
+        gradient_checkpointing=False,
         logging_strategy="no",
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        **others,
     )
 
 
@@ -178,12 +189,6 @@ def train(task: PeerTask, settings: Any) -> None:
         callbacks=[Record(recorder, task, rewards)],
         optimizers=(optimizer, schedule),
     ).train()
-
-
-def _ratio_max(config: RunConfig) -> float:
-    if not isinstance(config.loss, ReinforceLoss):
-        raise ConfigError(f"loss.kind={config.loss.kind}: TRL is compared on reinforce. Set loss.kind=reinforce")
-    return config.loss.ratio_max
 
 
 @exit_codes
