@@ -135,16 +135,15 @@ async def _pauses(
     core: VLLMCore, engine: VLLMEngine, staged: StagedWeights, prompts: Int32Array, update: WeightUpdate
 ) -> dict[str, float]:
     """Pauses of swaps during generation, through VLLMEngine and bare in turns."""
-    path = str(staged.stage(update))
+    staged.stage(update)
     adapter: list[float] = []
     bare: list[float] = []
     load = asyncio.create_task(complete_endlessly(engine, prompts, max_tokens=MAX_TOKENS))
     for version in range(1, SWAPS + 1):
         await asyncio.sleep(0.2)
         adapter.append((await engine.swap(replace(update, version=version))).pause_seconds)
-        path = str(staged.current)
         await asyncio.sleep(0.2)
-        bare.append(await _bare_swap(core, path, version))
+        bare.append(await _bare_swap(core, str(staged.current), version))
     load.cancel()
     await asyncio.gather(load, return_exceptions=True)
     return {
