@@ -118,10 +118,10 @@ def sweep_lines(points: Sequence[Point]) -> list[str]:
         rows.append([*values, f"{point.rollouts_per_second:.4g}", *figures, f"{point.prediction.bottleneck}{mark}"])
     full = [row for row in rows if len(row) == len(rows[0])]
     widths = [max(len(row[column]) for row in full) for column in range(len(rows[0]) - 1)]
-    return ["  ".join([f"{text:>{width}}" for text, width in zip(row, widths, strict=False)] + row[len(widths):])
-            if len(row) == len(rows[0]) else
-            "  ".join([f"{text:>{width}}" for text, width in zip(row[:-1], widths, strict=False)] + row[-1:])
-            for row in rows]  # fmt: skip
+    return [
+        "  ".join([*(f"{text:>{width}}" for text, width in zip(cells, widths, strict=False)), last])
+        for *cells, last in rows
+    ]
 
 
 def sweep_figure(points: Sequence[Point]) -> str:
