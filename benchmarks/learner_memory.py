@@ -49,15 +49,13 @@ def measure(num_tokens: int, num_words: int = NUM_WORDS, hidden_size: int = HIDD
     ]
 
 
-def measure_way(
-    function: Logprobs, dtype: str, num_tokens: int, num_words: int, hidden_size: int, device: str = "cpu"
-) -> dict[str, Any]:
+def measure_way(function: Logprobs, dtype: str, num_tokens: int, num_words: int, hidden_size: int) -> dict[str, Any]:
     """One forward and backward pass of one way, after a forward pass over one token that warms up."""
     kind: torch.dtype = getattr(torch, dtype)
     generator = torch.Generator().manual_seed(0)
-    hidden_TC = torch.randn(num_tokens, hidden_size, generator=generator).to(device, kind).requires_grad_()
-    head_VC = torch.randn(num_words, hidden_size, generator=generator).mul_(hidden_size**-0.5).to(device, kind)
-    targets_T = torch.randint(0, num_words, (num_tokens,), generator=generator).to(device)
+    hidden_TC = torch.randn(num_tokens, hidden_size, generator=generator).to(kind).requires_grad_()
+    head_VC = torch.randn(num_words, hidden_size, generator=generator).mul_(hidden_size**-0.5).to(kind)
+    targets_T = torch.randint(0, num_words, (num_tokens,), generator=generator)
     head_VC.requires_grad_()
 
     def both_ways() -> tuple[Tensor, ...]:
@@ -66,20 +64,14 @@ def measure_way(
 
     function(hidden_TC[:1], head_VC[:64], targets_T[:1] % 64)
     started = time.perf_counter()
-    peak_bytes, outputs = peak_of(both_ways, device)
+    peak_bytes, outputs = peak_of(both_ways)
     seconds = time.perf_counter() - started
     output_bytes = sum(tensor.nbytes for tensor in outputs)
     return {"extra_bytes": peak_bytes - output_bytes, "output_bytes": output_bytes, "seconds": round(seconds, 1)}
 
 
-def peak_of(function: Callable[[], tuple[Tensor, ...]], device: str = "cpu") -> tuple[int, tuple[Tensor, ...]]:
+def peak_of(function: Callable[[], tuple[Tensor, ...]]) -> tuple[int, tuple[Tensor, ...]]:
     """Peak bytes of tensors during a call, beyond the bytes before the call, and the result of the call."""
-    if device == "cuda":
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        result = function()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before, result
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         result = function()
     tracer: Any = profiled.profiler
