@@ -29,13 +29,13 @@ def figures_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return report.markdown([*rows[0]], [[_text(value) for value in row.values()] for row in rows])
 
 
-def emit(*tables: Sequence[Mapping[str, Any]], problems: Sequence[str] = (), text: str = "") -> int:
+def emit(*tables: Sequence[Mapping[str, Any]], problems: Sequence[str] = ()) -> int:
     """Print the document of a part; returns the exit code, 1 if there are problems.
 
-    tables: each a list of rows with equal keys. text: Markdown for these rows, by default tables.
+    tables: each a list of rows with equal keys.
     """
     lines = [line for rows in tables for line in [*figures_table(rows), ""]]
-    document = {"tables": tables, "problems": problems, "markdown": text or "\n".join(lines).strip()}
+    document = {"tables": tables, "problems": problems, "markdown": "\n".join(lines).strip()}
     sys.stdout.write(json.dumps(document) + "\n")
     return 1 if problems else 0
 
