@@ -29,6 +29,7 @@ from pipelinerl_core.roles.runtime.process import exit_codes, keep_freed_memory,
 
 STEP_DEADLINE_SECONDS = 60.0
 _WARM_UP_SECONDS = 2.0
+_SEGMENT_GROUPS = 1500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +41,6 @@ class Extent:
     """Work of each cell."""
     stall_seconds: float
     """How long the trainer stands still at the end of each cell."""
-    segment_groups: int = 1500
-    """0: segments are not measured."""
 
 
 # With these leases, syncs take little of the time, and the rows of all groups fit into the hub's memory. With many
@@ -110,8 +109,8 @@ def measure(extent: Extent) -> dict[str, Any]:
     for cell in extent.cells:
         pause = f", a group every {cell.pause_seconds * 1e3:g} ms" if cell.pause_seconds else ""
         add(f"actors: {cell.num_actors:,}{pause}", measure_cell, cell, extent.seconds, extent.stall_seconds)
-    for target in ("disk", "S3") if extent.segment_groups else ():
-        add(f"segments: {target}", measure_segments, target, extent.segment_groups)
+    for target in ("disk", "S3"):
+        add(f"segments: {target}", measure_segments, target, _SEGMENT_GROUPS)
     return {"rows": rows, "missing": missing, "pyarrow": pa.__version__, **report.machine()}
 
 
