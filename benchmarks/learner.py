@@ -85,12 +85,14 @@ def table(result: dict[str, Any]) -> str:
         ]
         if result["trl"] != "measured":
             steps.append(("TRL", result["trl"], "", ""))
-    fill = {
-        "pack_tokens, in mean lengths": "{multiple}", "packing": "{packing}", "pack_fill": "{pack_fill:.3f}",
-        "attention slots per token": "{attention_slots_per_token:.3f}", "packs": "{num_packs}",
-    }  # fmt: skip
+    header = ("pack_tokens, in mean lengths", "packing", "pack_fill", "attention slots per token", "packs")
+    fill = [
+        (row["multiple"], row["packing"], f"{row['pack_fill']:.3f}", f"{row['attention_slots_per_token']:.3f}",
+         row["num_packs"])
+        for row in result["fill"]
+    ]  # fmt: skip
     lines = [title, "", *report.markdown(("step of", "tokens/s", "learner is faster by", "by CPU time"), steps)]
-    lines += ["", *report.formatted(fill, result["fill"], num_text_columns=2)]
+    lines += ["", *report.markdown(header, fill, num_text_columns=2)]
     if result["memory"]:
         from benchmarks.learner_memory import table as memory_table
 

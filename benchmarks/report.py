@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,6 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[object]], *, num_tex
     return [f"| {' | '.join(map(str, header))} |", f"|{'|'.join(rule)}|"] + [
         f"| {' | '.join(map(str, row))} |" for row in rows
     ]
-
-
-def formatted(
-    columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], *, num_text_columns: int = 1
-) -> list[str]:
-    """The lines of a Markdown table. columns: title -> format of the cell, for example "{seconds:.3f}"."""
-    cells = ([form.format(**row) for form in columns.values()] for row in rows)
-    return markdown(list(columns), cells, num_text_columns=num_text_columns)
 
 
 def parser(documentation: str | None) -> argparse.ArgumentParser:
