@@ -24,7 +24,6 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.planning.calibration import calibrate
-from pipelinerl_core.planning.lengths import Lengths
 from pipelinerl_core.planning.prediction import predict
 from pipelinerl_core.planning.preemptions import goodput, predict_goodput, read_trace
 from pipelinerl_core.planning.roofline import Table
@@ -73,7 +72,7 @@ def main() -> None:
 def simulated(root: Path) -> list[dict[str, Any]]:
     """Predictions of both traces on 128 emulated accelerators."""
     config = load_config("quickstart", list(_SIMULATED))
-    source, rows = Table(Lengths.uniform(config.rollouts.max_tokens)), []
+    source, rows = Table(), []
     for name, notice in _NOTICES.items():
         public = with_notice(_TRACES / "aws-p3.csv", notice, root)
         for trace, text in ((f"made: {_MADE}", f"{_MADE},notice={notice:g}"), ("AWS p3, actors", public)):

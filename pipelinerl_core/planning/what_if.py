@@ -72,11 +72,11 @@ class Changed:
         return self.source.warnings_of(config)
 
 
-def source_of(config: RunConfig, lengths: Lengths | None = None) -> Source:
+def source_of(config: RunConfig) -> Source:
     """The cached calibration of this machine, else the table of accelerators, which raises ConfigError if it lacks
     the accelerator or the model."""
     calibration = None if config.emulation.accelerators else cached_calibration(config)
-    return calibration or Table(lengths)
+    return calibration or Table()
 
 
 def read_lengths(text: str, longest: int) -> Lengths:

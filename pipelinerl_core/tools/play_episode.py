@@ -56,7 +56,6 @@ class ScriptedHost:
         self._say, self._show = say, show
         self._environment, self._max_tokens = config.environment, config.rollouts.max_tokens
         self._num_branches = 0
-        self._is_task_shown = False
 
     async def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], after: int) -> Reply | None:
         turn = len(self.turns)
