@@ -10,7 +10,6 @@ weights. Version: from the learner into the engine; a bare loop has none.
 import asyncio
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import report, swap
 from benchmarks.engine_load import count_tokens, random_rollout
+from benchmarks.learner_rounds import in_turns
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
@@ -93,13 +93,8 @@ def table(result: dict[str, Any]) -> str:
 
 def _compare(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, Any]:
     """The first contestant is this project's, the second is bare."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for round_ in range(1 + rounds):
-        for name, run in contestants.items():
-            started = time.process_time()
-            run()
-            if round_:
-                seconds[name].append(time.process_time() - started)
+    timings = in_turns(contestants, rounds)
+    seconds = {name: [cpu_seconds for _, cpu_seconds in of_rounds] for name, of_rounds in timings.items()}
     ours, bare = seconds.values()
     return {
         "cpu_seconds": {name: round(statistics.median(of_rounds), 3) for name, of_rounds in seconds.items()},

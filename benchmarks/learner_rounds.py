@@ -135,7 +135,7 @@ def measure_workload(workload: Workload, rounds: int, *, with_trl: bool) -> dict
         from benchmarks.learner_trl import TRLStep
 
         steps["TRL"] = TRLStep(random_model(workload.model), rows, workload.config())
-    seconds = _in_turns(steps, rounds)
+    seconds = in_turns(steps, rounds)
     return {
         "workload": workload.name,
         "num_parameters": sum(parameter.numel() for parameter in random_model(workload.model).parameters()),
@@ -184,7 +184,7 @@ def _learner(workload: Workload, rows: Sequence[TrainingRow], *, shares_prompts:
     return lambda: learner.step(rows)
 
 
-def _in_turns(steps: dict[str, Step], rounds: int) -> dict[str, list[tuple[float, float]]]:
+def in_turns(steps: dict[str, Step], rounds: int) -> dict[str, list[tuple[float, float]]]:
     """Seconds of wall time and of CPU time of each round after the first, which warms up."""
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for round_ in range(1 + rounds):
