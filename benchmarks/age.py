@@ -7,7 +7,6 @@ is in none.
 """
 
 import argparse
-import io
 import subprocess
 import sys
 import time
@@ -19,7 +18,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from pipelinerl.flows.cli import app
 from pipelinerl_core.data.codec import encode_batch, to_segment
@@ -28,7 +26,7 @@ from pipelinerl_core.data.schema import SPAN_TYPE
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import FateRecord
 from pipelinerl_core.roles.hub.recovery import read_stored_state
-from pipelinerl_core.run.compacted import StepRange, encode_commits
+from pipelinerl_core.run.compacted import StepRange
 from pipelinerl_core.run.compaction import FILE_STEPS, MARGIN_STEPS
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.follow import RunFollower
@@ -44,6 +42,7 @@ from tests.synthetic_run import (
     Shape,
     evaluation_record,
     make_commit,
+    put_compacted,
     put_epoch,
     put_record,
     rows_of_step,
@@ -86,7 +85,9 @@ def write_long_run(store: ObjectStore, steps: int) -> None:
                 put_record(store, commit_key(step, epoch), commit)
                 store.put(key, data)
         if first < compacted:
-            _write_compacted(store, StepRange(first, first + FILE_STEPS - 1, epoch), pairs)
+            rows_of_steps = (_compacted(batch) for _, batch in pairs if len(batch))
+            held = StepRange(first, first + FILE_STEPS - 1, epoch)
+            put_compacted(store, held, [commit for commit, _ in pairs], rows_of_steps)
     for version in range(0, steps + 1, max(1, steps // 200)):
         put_record(store, eval_key(version), evaluation_record(rng, version, version / steps))
 
@@ -116,6 +117,10 @@ def _moved(batch: pa.RecordBatch, steps: int) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(list(columns.values()), schema=batch.schema)
 
 
+def _compacted(batch: pa.RecordBatch) -> pa.Table:
+    return pa.Table.from_batches([batch]).append_column("fate", [["trained"] * len(batch)]).cast(SCHEMA)
+
+
 def _commit(step: int, epoch: int, rows: list[TrainingRow], totals: dict[str, int]) -> Commit:
     commit, before = make_commit(step, epoch=epoch), dict(totals)
     if not rows:
@@ -130,18 +135,6 @@ def _commit(step: int, epoch: int, rows: list[TrainingRow], totals: dict[str, in
         "actors": {f"{name.partition('/')[0]}/{epoch}": sample for name, sample in commit.actors.items()},
         "swaps": tuple(swap.model_copy(update={"actor_epoch": epoch}) for swap in commit.swaps),
     })  # fmt: skip
-
-
-def _write_compacted(store: ObjectStore, file: StepRange, pairs: list[tuple[Commit, pa.RecordBatch]]) -> None:
-    commits = [commit for commit, _ in pairs]
-    store.put(file.commits_key, encode_commits([commit.model_dump_json().encode() for commit in commits], commits))
-    sink = io.BytesIO()
-    with pq.ParquetWriter(sink, SCHEMA, compression="zstd", write_page_checksum=True) as writer:
-        for _, batch in pairs:
-            if len(batch):
-                rows = pa.Table.from_batches([batch]).append_column("fate", [["trained"] * len(batch)])
-                writer.write_table(rows.cast(SCHEMA), row_group_size=len(batch))
-    store.put(file.rollouts_key, sink.getvalue())
 
 
 def _take_over(url: str) -> None:

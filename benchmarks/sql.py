@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from benchmarks import report
 from pipelinerl_core.data.codec import list_column, span_column
 from pipelinerl_core.data.compaction import FILE_TOKENS, SCHEMA
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.models.resolve import load_config
-from pipelinerl_core.run.compacted import StepRange, encode_commits
-from pipelinerl_core.run.records import RUN_KEY, Commit, EpochRecord, Record, RunRecord, epoch_key
+from pipelinerl_core.run.compacted import StepRange
+from pipelinerl_core.run.records import RUN_KEY, Commit, RunRecord
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.types import WeightSpan
+from tests.synthetic_run import put_compacted, put_epoch, put_record
 
 QUERIES = {
     "reward by step": "select step, avg(reward), avg(num_tokens) from rollouts group by step order by step",
@@ -50,32 +50,20 @@ _QUERY_SECONDS = 600
 _ROWS_PER_STEP, _GROUP_SIZE, _EPOCH, _VOCABULARY = 1000, 8, 1, 16
 
 
-def write_run(store: ObjectStore, num_rollouts: int, num_tokens: int, seed: int = 0) -> None:
+def write_run(store: ObjectStore, num_rollouts: int, num_tokens: int) -> None:
     """A run of steps with 1,000 rollouts of `num_tokens` tokens each."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     record = RunRecord(
         run_id="bench", created_at=0.0, code_version="bench", config=load_config("quickstart").model_dump(mode="json")
     )
-    _put(store, RUN_KEY, record)
-    values = {"epoch": _EPOCH, "role": "trainer", "parent": None, "adopted_through": -1, "started_at": 0.0}
-    _put(store, epoch_key(_EPOCH), EpochRecord.model_validate({**values, "host": "bench", "pid": 1}))
+    put_record(store, RUN_KEY, record)
+    put_epoch(store, _EPOCH, "trainer", adopted_through=-1)
     num_steps = num_rollouts // _ROWS_PER_STEP
     per_file = max(1, min(128, FILE_TOKENS // (_ROWS_PER_STEP * num_tokens)))
     for first in range(1, num_steps + 1, per_file):
         steps = range(first, min(first + per_file, num_steps + 1))
-        commits = [_commit(step) for step in steps]
-        held = StepRange(steps[0], steps[-1], _EPOCH)
-        records = [commit.model_dump_json().encode() for commit in commits]
-        store.put(held.commits_key, encode_commits(records, commits))
-        sink = pa.BufferOutputStream()
-        with pq.ParquetWriter(sink, SCHEMA, compression="zstd", write_page_checksum=True) as writer:
-            for step in steps:
-                writer.write_table(_rows(rng, step, num_tokens), row_group_size=_ROWS_PER_STEP)
-        store.put(held.rollouts_key, memoryview(sink.getvalue()))
-
-
-def _put(store: ObjectStore, key: str, record: Record) -> None:
-    store.put(key, record.model_dump_json().encode())
+        rows = (_rows(rng, step, num_tokens) for step in steps)
+        put_compacted(store, StepRange(steps[0], steps[-1], _EPOCH), [_commit(step) for step in steps], rows)
 
 
 def _commit(step: int) -> Commit:

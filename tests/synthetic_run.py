@@ -6,20 +6,24 @@ steps. The times are exact: step n is reserved at START + n * STEP_SECONDS, comp
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from pipelinerl_core.config.run import RunConfig
 from pipelinerl_core.data.codec import encode_batch, to_segment
+from pipelinerl_core.data.compaction import SCHEMA
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import ActorSample, FateRecord, SwapRecord
 from pipelinerl_core.prompts.sums import total
 from pipelinerl_core.report.document import report_of
 from pipelinerl_core.report.facts import collect
 from pipelinerl_core.report.html import page_of
+from pipelinerl_core.run.compacted import StepRange, encode_commits
 from pipelinerl_core.run.records import (
     RUN_KEY,
     Commit,
@@ -215,6 +219,16 @@ def put_epoch(store: ObjectStore, epoch: int, role: str, adopted_through: int, *
     values = {"epoch": epoch, "role": role, "adopted_through": adopted_through, "parent": parent}
     record = EpochRecord.model_validate({**values, "started_at": START - 1, "host": "localhost", "pid": epoch})
     put_record(store, epoch_key(epoch), record)
+
+
+def put_compacted(store: ObjectStore, held: StepRange, commits: Sequence[Commit], rows: Iterable[pa.Table]) -> None:
+    """Write what compaction leaves of some steps. rows: a table for each step that has trained rows."""
+    store.put(held.commits_key, encode_commits([commit.model_dump_json().encode() for commit in commits], commits))
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(sink, SCHEMA, compression="zstd", write_page_checksum=True) as writer:
+        for table in rows:
+            writer.write_table(table, row_group_size=len(table))
+    store.put(held.rollouts_key, memoryview(sink.getvalue()))
 
 
 def _problem(rng: np.random.Generator, skill: float) -> tuple[str, str, float]:
