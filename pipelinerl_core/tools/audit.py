@@ -49,6 +49,7 @@ from pipelinerl_core.run.records import (
     checkpoint_prefix,
     commit_key,
     complete_checkpoints,
+    parse_commit_key,
 )
 from pipelinerl_core.run.versions import retained, stored_versions
 from pipelinerl_core.storage.digests import verify
@@ -158,7 +159,7 @@ class Audit:
         if not commits:
             self._problem("the run has no commit")
         for key in commits.values():
-            epoch = int(key.rpartition("/")[2].split(".")[1])
+            _, epoch = parse_commit_key(key)
             if epoch not in parents:
                 self._problem(f"{key}: no record of epoch {epoch}")
 
@@ -300,16 +301,16 @@ class Audit:
             self._problem(str(error))
         return []
 
-    def _file(self, key: str, entry: FileEntry) -> tuple[bytes | None, str]:
-        """The bytes of an object, verified against its manifest entry; or None and the error."""
+    def _file_error(self, key: str, entry: FileEntry) -> str:
+        """What differs from the manifest entry of an object; empty for an intact object."""
         try:
             data = self._store.get(key)
             verify(data, entry, f"{self._store.url}/{key}")
         except (MissingObject, ChecksumMismatch) as error:  # a store that does not answer ends the audit
-            return None, str(error)
+            return str(error)
         self.num_files += 1
         self.num_bytes += len(data)
-        return data, ""
+        return ""
 
     def _check_weights(self, step: int, commit: Commit) -> None:
         manifest = commit.manifest
@@ -319,12 +320,12 @@ class Audit:
             if entry.digest != commit.weights_digest:
                 self._problem(f"commit {step}: the checksum of the weights differs from the manifest's")
             if manifest.delta is None:
-                self._durable_weights[step] = self._file(f"{manifest.key}/{entry.name}", entry)[1]
+                self._durable_weights[step] = self._file_error(f"{manifest.key}/{entry.name}", entry)
                 continue
             base = manifest.delta.base
             if base.name not in self._bases:
-                self._bases[base.name] = self._file(base.name, base)[1]
-            error = self._file(f"{manifest.key}/{manifest.delta.entry.name}", manifest.delta.entry)[1]
+                self._bases[base.name] = self._file_error(base.name, base)
+            error = self._file_error(f"{manifest.key}/{manifest.delta.entry.name}", manifest.delta.entry)
             self._durable_weights[step] = error or self._bases[base.name]
 
     def _check_newest_weights(self) -> None:
@@ -371,7 +372,7 @@ class Audit:
         except (MissingObject, BrokenRecord) as error:
             wrong.append(str(error))
             return False
-        wrong += filter(None, (self._file(f"{prefix}/{entry.name}", entry)[1] for entry in manifest.files))
+        wrong += filter(None, (self._file_error(f"{prefix}/{entry.name}", entry) for entry in manifest.files))
         return len(wrong) == before
 
     def _check_quarantined(self) -> None:
