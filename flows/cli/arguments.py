@@ -49,11 +49,10 @@ Root = Annotated[
         help="A path or s3://bucket/prefix below which runs are stored. Default: $PIPELINERL_ROOT, else ./runs."
     ),
 ]
-Owner = Annotated[str, typer.Option(help="Only runs whose owner contains this text.")]
-Tag = Annotated[str, typer.Option(help="Only runs with this tag: team:alice, or team for any value.")]
-State = Annotated[str, typer.Option(help="Only running, stopped, finished or unreadable runs.")]
+Tag = Annotated[str | None, typer.Option(help="Only runs with this tag: team:alice, or team for any value.")]
+State = Annotated[str | None, typer.Option(help="Only running, stopped, finished or unreadable runs.")]
 OlderThan = Annotated[
-    str,
+    str | None,
     typer.Option(metavar="AGE", help="Only runs whose newest commit, else whose start, is older: 90min, 12h, 30d."),
 ]
 Limit = Annotated[int, typer.Option(help="Most runs at the same time.")]

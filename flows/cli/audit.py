@@ -1,7 +1,7 @@
 """`pipelinerl audit`: checks that no rollout of a run was lost or trained twice."""
 
 from pipelinerl.flows.cli.arguments import Json, Root, Run
-from pipelinerl.flows.cli.child import run_module
+from pipelinerl.flows.cli.child import run_tool
 
 
 def audit(run: Run, root: Root = "", as_json: Json = False) -> None:
@@ -11,4 +11,4 @@ def audit(run: Run, root: Root = "", as_json: Json = False) -> None:
     """
     from pipelinerl_core.run.locate import locate_run
 
-    run_module("tools.audit", {"run": locate_run(run, root)}, ["--json"] if as_json else [])
+    run_tool("audit", {"run": locate_run(run, root)}, as_json=as_json)

@@ -67,5 +67,15 @@ def exit_codes() -> Iterator[None]:
         raise SystemExit(EXIT_INTERRUPTED) from None
     except PipelineRLError as error:
         say(f"pipelinerl: {type(error).__name__}: {error}")
-        codes = ((StoreUnavailable, EXIT_STORE), (TrainingDiverged, EXIT_DIVERGED))
-        raise SystemExit(next((code for kind, code in codes if isinstance(error, kind)), EXIT_FAILURE)) from None
+        raise SystemExit(exit_code_of(error)) from None
+
+
+def exit_code_of(error: PipelineRLError) -> int:
+    """The exit code of a command that this error ends."""
+    codes = (
+        (ConfigError, EXIT_BAD_INPUT),
+        (StoreUnavailable, EXIT_STORE),
+        (TrainingDiverged, EXIT_DIVERGED),
+        (PipelineRLError, EXIT_FAILURE),
+    )
+    return next(code for kind, code in codes if isinstance(error, kind))

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from pipelinerl.flows.cli.arguments import Json
-from pipelinerl.flows.cli.child import run_module
+from pipelinerl.flows.cli.child import run_tool
 
 
 def prepare(
@@ -16,4 +16,4 @@ def prepare(
 
     A model of the Hugging Face hub, `--model org/name@revision`, is downloaded into the cache of this host.
     """
-    run_module("tools.prepare", {"model": model}, ["--json"] if as_json else [])
+    run_tool("prepare", {"model": model}, as_json=as_json)

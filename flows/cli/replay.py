@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from pipelinerl.flows.cli.arguments import Json, Root, Run
-from pipelinerl.flows.cli.child import run_module
+from pipelinerl.flows.cli.child import run_tool
 
 
 def replay(
@@ -22,4 +22,4 @@ def replay(
     from pipelinerl_core.run.locate import locate_run
 
     steps = {key: str(step) for key, step in (("from-step", from_step), ("to-step", to_step)) if step is not None}
-    run_module("tools.replay", {"run": locate_run(run, root)} | steps, ["--json"] if as_json else [])
+    run_tool("replay", {"run": locate_run(run, root)} | steps, as_json=as_json)

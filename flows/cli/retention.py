@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipelinerl.flows.cli.arguments import complete_run
-from pipelinerl.flows.cli.console import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, answer, say
-from pipelinerl_core.errors import EXIT_STORE, ConfigError, PipelineRLError, StoreUnavailable
+from pipelinerl.flows.cli.console import EXIT_FAILURE, EXIT_INTERRUPTED, answer, exit_code_of, say
+from pipelinerl_core.errors import ConfigError, PipelineRLError
 
 if TYPE_CHECKING:
     from pipelinerl_core.report.run_list import Wanted
@@ -21,12 +21,6 @@ Runs = Annotated[
     ),
 ]
 Owner = Annotated[str | None, typer.Option(help="Only runs of this owner, as a whole: user, or user@host.")]
-Tag = Annotated[str | None, typer.Option(help="Only runs with this tag: team:alice, or team for any value.")]
-State = Annotated[str | None, typer.Option(help="Only running, stopped, finished or unreadable runs.")]
-OlderThan = Annotated[
-    str | None,
-    typer.Option(metavar="AGE", help="Only runs whose newest commit, else whose start, is older: 90min, 12h, 30d."),
-]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask before the removal; required without a terminal.")]
 
 
@@ -163,13 +157,9 @@ def finish(
     for url, error in errors.items():
         name = url.rpartition("/")[2]
         say(f"pipelinerl: {name}: {_line(error).removeprefix(f'{name}: ')}")
-    for kind, code in (
-        (ConfigError, EXIT_BAD_INPUT),
-        (StoreUnavailable, EXIT_STORE),
-        (PipelineRLError, EXIT_FAILURE),
-    ):
-        if errors and all(isinstance(error, kind) for error in errors.values()):
-            raise typer.Exit(code)
+    codes = {exit_code_of(error) for error in errors.values()}
+    if codes:
+        raise typer.Exit(codes.pop() if len(codes) == 1 else EXIT_FAILURE)
 
 
 def _line(error: PipelineRLError) -> str:

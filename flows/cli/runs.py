@@ -4,17 +4,17 @@ from typing import Annotated
 
 import typer
 
-from pipelinerl.flows.cli.arguments import Json, OlderThan, Owner, Root, State, Tag
+from pipelinerl.flows.cli.arguments import Json, OlderThan, Root, State, Tag
 from pipelinerl.flows.cli.console import answer
 
 
 def runs(
     root: Root = "",
     limit: Annotated[int, typer.Option("--limit", "-n", help="Show the newest N runs; 0: all.", min=0)] = 20,
-    owner: Owner = "",
-    tag: Tag = "",
-    state: State = "",
-    older_than: OlderThan = "",
+    owner: Annotated[str, typer.Option(help="Only runs whose owner contains this text.")] = "",
+    tag: Tag = None,
+    state: State = None,
+    older_than: OlderThan = None,
     sort: Annotated[
         str, typer.Option(help="Order: started, owner, state, step, reward, held_out, tokens, hours or gpu_hours.")
     ] = "started",
@@ -32,7 +32,7 @@ def runs(
     from pipelinerl_core.run.locate import root_url
     from pipelinerl_core.storage.object_store import open_store
 
-    wanted = Wanted(owner=owner, tag=tag, state=state, older_than=older_than)
+    wanted = Wanted(owner=owner, tag=tag or "", state=state or "", older_than=older_than or "")
     store = open_store(root_url(root))
     if sort not in SORTS:
         raise ConfigError(f"--sort {sort}: must be {', '.join(SORTS)}")

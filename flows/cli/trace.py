@@ -33,7 +33,7 @@ def trace(
 
     Examples: `pipelinerl trace latest 12`, `pipelinerl trace latest 12.3:40`, `pipelinerl trace latest v7 --json`
     """
-    from pipelinerl.flows.cli.child import run_module
+    from pipelinerl.flows.cli.child import run_tool
     from pipelinerl_core.errors import ConfigError
     from pipelinerl_core.report.query.output import json_value
     from pipelinerl_core.report.trace import parse_place, trace, trace_lines
@@ -47,5 +47,5 @@ def trace(
             raise ConfigError("--gradient needs a rollout that was trained, for example 12.3")
         names = {"step": document["step"]["step"], "group": parsed.group, "rollout": parsed.rollout}
         arguments = {name: str(value) for name, value in names.items()}
-        run_module("tools.gradient", {"run": url, **arguments}, ["--json"] if as_json else [])
+        run_tool("gradient", {"run": url, **arguments}, as_json=as_json)
     answer(json_value(document), trace_lines(document), as_json=as_json)
