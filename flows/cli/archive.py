@@ -5,32 +5,14 @@ from typing import Annotated
 
 import typer
 
-from pipelinerl.flows.cli.arguments import Json, Root
-from pipelinerl.flows.cli.retention import (
-    OlderThan,
-    Owner,
-    Runs,
-    State,
-    Tag,
-    Yes,
-    ask,
-    conditions,
-    finish,
-    progress,
-    refuse_removal,
-    repeatable,
-    require_selection,
-    require_yes,
-    result,
-    run_lines,
-    total_text,
-)
+from pipelinerl.flows.cli import retention
+from pipelinerl.flows.cli.arguments import Json, OlderThan, Root, State, Tag
 
 
 def archive(
     to: Annotated[str, typer.Option("--to", metavar="ROOT", help="The other root: a path or s3://bucket/prefix.")],
-    runs: Runs = None,
-    owner: Owner = None,
+    runs: retention.Runs = None,
+    owner: retention.Owner = None,
     tag: Tag = None,
     state: State = None,
     older_than: OlderThan = None,
@@ -38,7 +20,7 @@ def archive(
         bool, typer.Option("--remove", help="Then remove the original, as `rm` does; refused for a live run.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be copied; copy nothing.")] = False,
-    yes: Yes = False,
+    yes: retention.Yes = False,
     root: Root = "",
     as_json: Json = False,
 ) -> None:
@@ -57,13 +39,12 @@ def archive(
     from pipelinerl_core.tools.archive import Archive, archive_runs
     from pipelinerl_core.tools.retention import attempt_each, select_runs
 
-    wanted = conditions(owner, tag, state, older_than)
-    require_selection(runs or [], wanted)
+    wanted = retention.conditions(runs or [], owner, tag, state, older_than)
     if remove:
-        refuse_removal(wanted)
-    require_yes(yes=yes, dry_run=dry_run or not remove)
+        retention.refuse_removal(wanted)
+    retention.require_yes(yes=yes, dry_run=dry_run or not remove)
     other = open_store(to)
-    with repeatable("archive"):
+    with retention.repeatable("archive"):
         urls, errors = select_runs(root_url(root), runs or [], wanted, only_own=remove)
         archives, refused = attempt_each(partial(Archive, to=other.url, removes=remove, wanted=wanted), urls)
         errors |= refused
@@ -72,8 +53,9 @@ def archive(
             check_writable(other)
             if remove:
                 doomed = [archive.removal.document() for archive in archives.values() if archive.removal]
-                ask(run_lines(doomed), f"Copy to {other.url}, then remove {total_text(doomed)}?", yes=yes)
-            with progress(sum(run["num_bytes"] for run in documents.values()), is_bytes=True) as advance:
+                question = f"Copy to {other.url}, then remove {retention.total_text(doomed)}?"
+                retention.ask(retention.run_lines(doomed), question, yes=yes)
+            with retention.progress(sum(run["num_bytes"] for run in documents.values()), is_bytes=True) as advance:
                 failed = archive_runs(archives.values(), advance)
             errors |= failed
             documents = {url: archive.document() for url, archive in archives.items() if url not in failed}
@@ -81,5 +63,5 @@ def archive(
     verb = f"{'would be ' * dry_run}copied to {other.url}{' and removed here' * remove}"
     if not dry_run:
         verb += f"; {sum(run['num_written'] for run in copied):,} written, all compared"
-    document = {"to": other.url, **result(copied, errors, dry_run=dry_run)}
-    finish(document, run_lines(copied), f"{total_text(copied)} {verb}", errors, as_json=as_json)
+    document = {"to": other.url, **retention.result(copied, errors, dry_run=dry_run)}
+    retention.finish(document, retention.run_lines(copied), verb, errors, as_json=as_json)

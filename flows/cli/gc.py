@@ -6,26 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipelinerl.flows.cli.arguments import Json, Root, complete_run
+from pipelinerl.flows.cli import retention
+from pipelinerl.flows.cli.arguments import Json, OlderThan, Root, State, Tag, complete_run
 from pipelinerl.flows.cli.console import answer
-from pipelinerl.flows.cli.retention import (
-    OlderThan,
-    Owner,
-    State,
-    Tag,
-    Yes,
-    ask,
-    conditions,
-    finish,
-    objects_text,
-    repeatable,
-    require_selection,
-    require_yes,
-    result,
-    run_lines,
-    size_text,
-    total_text,
-)
 
 if TYPE_CHECKING:
     from pipelinerl_core.report.run_list import Wanted
@@ -41,7 +24,7 @@ def gc(
             autocompletion=complete_run,
         ),
     ] = None,
-    owner: Owner = None,
+    owner: retention.Owner = None,
     tag: Tag = None,
     state: State = None,
     older_than: OlderThan = None,
@@ -51,7 +34,7 @@ def gc(
     ] = False,
     now: Annotated[bool, typer.Option("--now", help="Delete at once, also what no earlier call has noted.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be deleted; delete nothing.")] = False,
-    yes: Yes = False,
+    yes: retention.Yes = False,
     root: Root = "",
     as_json: Json = False,
 ) -> None:
@@ -68,14 +51,14 @@ def gc(
     from pipelinerl_core.run.locate import locate_run, root_url
     from pipelinerl_core.tools.gc import find_garbage
 
-    wanted = conditions(owner, tag, state, older_than)
-    require_selection([run] if run is not None else [], wanted, may_be_all=True)
+    named = [run] if run is not None else []
+    wanted = retention.conditions(named, owner, tag, state, older_than, may_be_all=True)
     find = partial(find_garbage, with_rollouts=rollouts, now=now or dry_run)
     if run is not None:
         _collect_run(find(locate_run(run, root)), dry_run=dry_run, as_json=as_json)
         return
-    require_yes(yes=yes, dry_run=dry_run)
-    with repeatable("gc"):
+    retention.require_yes(yes=yes, dry_run=dry_run)
+    with retention.repeatable("gc"):
         _collect_root(root_url(root), wanted, find, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
@@ -89,7 +72,10 @@ def _collect_run(garbage: "Garbage", *, dry_run: bool, as_json: bool) -> None:
         garbage.remove()
         memory = delete_shared_memory(root, memory)
     verb = "would be removed" if dry_run else "removed"
-    lines = [f"{name}: {objects_text(len(document[name]), size)} {verb}" for name, size in document["bytes"].items()]
+    lines = [
+        f"{name}: {retention.objects_text(len(document[name]), num_bytes)} {verb}"
+        for name, num_bytes in document["bytes"].items()
+    ]
     lines.append(_memory_line(memory, verb))
     answer(
         {"dry_run": dry_run, **document, "shared_memory": [*memory]}, [*lines, *_noted([document])], as_json=as_json
@@ -111,11 +97,11 @@ def _collect_root(
     doomed = {url: run for url, run in documents.items() if run["num_objects"]}
     if not (yes or dry_run):
         doomed = {url: {**run, **origin_of(open_store(url))} for url, run in doomed.items()}
-    lines = run_lines(doomed.values())
+    lines = retention.run_lines(doomed.values())
     lines += [_memory_line(memory, "of killed runs")] * bool(memory)
     if not dry_run:
-        question = f"Remove this garbage of {total_text(documents.values())} under {root}?"
-        ask(lines, question, yes=yes or not (memory or doomed))
+        question = f"Remove this garbage of {retention.total_text(documents.values())} under {root}?"
+        retention.ask(lines, question, yes=yes or not (memory or doomed))
         _, failed = attempt_each(lambda url: garbage[url].remove(), garbage)
         memory = delete_shared_memory(root, memory)
         errors |= failed
@@ -123,12 +109,12 @@ def _collect_root(
         lines = [_memory_line(memory, "removed")] * bool(memory)
     verb = "would be removed" if dry_run else "removed"
     runs = [*documents.values()]
-    document = {"root": root, **result(runs, errors, dry_run=dry_run), "shared_memory": [*memory]}
-    finish(document, [*lines, *_noted(runs)], f"{total_text(runs)} {verb}", errors, as_json=as_json)
+    document = {"root": root, **retention.result(runs, errors, dry_run=dry_run), "shared_memory": [*memory]}
+    retention.finish(document, [*lines, *_noted(runs)], verb, errors, as_json=as_json)
 
 
 def _memory_line(memory: Mapping[str, int], verb: str) -> str:
-    return f"shared_memory: {len(memory)} directories, {size_text(sum(memory.values()))} {verb}"
+    return f"shared_memory: {len(memory)} directories, {retention.size_text(sum(memory.values()))} {verb}"
 
 
 def _noted(documents: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -44,15 +44,33 @@ def ask(lines: list[str], question: str, *, yes: bool) -> None:
         raise typer.Abort
 
 
-def conditions(owner: str | None, tag: str | None, state: str | None, older_than: str | None) -> "Wanted":
-    """The conditions that are given. Raises ConfigError for an empty text, which would select every run."""
+def conditions(
+    runs: list[str],
+    owner: str | None,
+    tag: str | None,
+    state: str | None,
+    older_than: str | None,
+    *,
+    may_be_all: bool = False,
+) -> "Wanted":
+    """The conditions that are given.
+
+    Raises ConfigError for an empty text, which would select every run, for runs with conditions, and unless
+    `may_be_all` for neither.
+    """
     from pipelinerl_core.report.run_list import Wanted
 
     given = {"owner": owner, "tag": tag, "state": state, "older_than": older_than}
     for name, text in given.items():
         if text is not None and not text.strip():
             raise ConfigError(f"--{name.replace('_', '-')} is empty: give a text, or leave the option out")
-    return Wanted(**{name: text for name, text in given.items() if text is not None}, is_exact=True)
+    wanted = Wanted(**{name: text for name, text in given.items() if text is not None}, is_exact=True)
+    options = "--owner, --tag, --state or --older-than"
+    if runs and wanted:
+        raise ConfigError(f"give either runs or {options}, not both")
+    if not (runs or wanted or may_be_all):
+        raise ConfigError(f"give runs, or {options}")
+    return wanted
 
 
 def refuse_removal(wanted: "Wanted") -> None:
@@ -64,15 +82,6 @@ def refuse_removal(wanted: "Wanted") -> None:
             "--state unreadable: the store may have refused to read these runs; an unreadable run is removed only by "
             "its name"
         )
-
-
-def require_selection(runs: list[str], wanted: "Wanted", *, may_be_all: bool = False) -> None:
-    """Raise ConfigError for runs with conditions, and unless `may_be_all` for neither."""
-    options = "--owner, --tag, --state or --older-than"
-    if runs and wanted:
-        raise ConfigError(f"give either runs or {options}, not both")
-    if not (runs or wanted or may_be_all):
-        raise ConfigError(f"give runs, or {options}")
 
 
 def size_text(num_bytes: int) -> str:
@@ -146,14 +155,15 @@ def result(
 
 
 def finish(
-    document: dict[str, Any], lines: list[str], total: str, errors: Mapping[str, PipelineRLError], *, as_json: bool
+    document: dict[str, Any], lines: list[str], verb: str, errors: Mapping[str, PipelineRLError], *, as_json: bool
 ) -> None:
-    """Print the result with the line `total` at its end, and name the runs that failed on stderr.
+    """Print the result, at its end what the runs have in all and the `verb`; name the runs that failed on stderr.
 
     The exit code is that of the errors if they are of one kind, else 1.
     """
     if as_json or document["runs"] or not errors:
-        answer(document, [*lines, total if document["runs"] else "no run matches"], as_json=as_json)
+        total = f"{total_text(document['runs'])} {verb}" if document["runs"] else "no run matches"
+        answer(document, [*lines, total], as_json=as_json)
     for url, error in errors.items():
         name = url.rpartition("/")[2]
         say(f"pipelinerl: {name}: {_line(error).removeprefix(f'{name}: ')}")

@@ -5,36 +5,18 @@ from typing import Annotated
 
 import typer
 
-from pipelinerl.flows.cli.arguments import Json, Root
-from pipelinerl.flows.cli.retention import (
-    OlderThan,
-    Owner,
-    Runs,
-    State,
-    Tag,
-    Yes,
-    ask,
-    conditions,
-    finish,
-    progress,
-    refuse_removal,
-    repeatable,
-    require_selection,
-    require_yes,
-    result,
-    run_lines,
-    total_text,
-)
+from pipelinerl.flows.cli import retention
+from pipelinerl.flows.cli.arguments import Json, OlderThan, Root, State, Tag
 
 
 def rm(
-    runs: Runs = None,
-    owner: Owner = None,
+    runs: retention.Runs = None,
+    owner: retention.Owner = None,
     tag: Tag = None,
     state: State = None,
     older_than: OlderThan = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed; remove nothing.")] = False,
-    yes: Yes = False,
+    yes: retention.Yes = False,
     root: Root = "",
     as_json: Json = False,
 ) -> None:
@@ -50,21 +32,22 @@ def rm(
     from pipelinerl_core.run.locate import root_url
     from pipelinerl_core.tools.retention import Removal, attempt_each, remove_runs, select_runs
 
-    wanted = conditions(owner, tag, state, older_than)
-    require_selection(runs or [], wanted)
-    refuse_removal(wanted)
-    require_yes(yes=yes, dry_run=dry_run)
-    with repeatable("rm"):
+    wanted = retention.conditions(runs or [], owner, tag, state, older_than)
+    retention.refuse_removal(wanted)
+    retention.require_yes(yes=yes, dry_run=dry_run)
+    with retention.repeatable("rm"):
         urls, errors = select_runs(root_url(root), runs or [], wanted, only_own=True)
         removals, refused = attempt_each(partial(Removal, wanted=wanted), urls)
         errors |= refused
         documents = {url: removal.document() for url, removal in removals.items()}
         if removals and not dry_run:
-            ask(run_lines(documents.values()), f"Remove {total_text(documents.values())}?", yes=yes)
-            with progress(sum(document["num_objects"] for document in documents.values())) as advance:
+            question = f"Remove {retention.total_text(documents.values())}?"
+            retention.ask(retention.run_lines(documents.values()), question, yes=yes)
+            with retention.progress(sum(document["num_objects"] for document in documents.values())) as advance:
                 failed = remove_runs(removals.values(), advance)
             errors |= failed
             documents = {url: document for url, document in documents.items() if url not in failed}
     removed = [*documents.values()]
-    total = f"{total_text(removed)} {'would be ' * dry_run}removed"
-    finish(result(removed, errors, dry_run=dry_run), run_lines(removed) * dry_run, total, errors, as_json=as_json)
+    document = retention.result(removed, errors, dry_run=dry_run)
+    lines = retention.run_lines(removed) if dry_run else []
+    retention.finish(document, lines, f"{'would be ' * dry_run}removed", errors, as_json=as_json)

@@ -235,8 +235,8 @@ def test_an_error_of_one_run_or_of_latest_does_not_end_the_others(root, run, mon
 
 def test_the_question_names_owner_state_age_and_root_and_ctrl_c_is_an_interrupt(root, run, monkeypatch, capsys):
     num_objects = len(run.list(""))
+    monkeypatch.setattr("pipelinerl.flows.cli.retention.require_yes", lambda **_: None)
     for command in (["rm", "run-1"], ["gc", "--now"]):
-        monkeypatch.setattr(f"pipelinerl.flows.cli.{command[0]}.require_yes", lambda **_: None)
         ended = CliRunner().invoke(cli.app, [*command, "--root", root.url], input="n\n")
         assert ended.exit_code == 1
         assert f"(alice@a, finished, 5 d ago, {root.url})" in ended.output
