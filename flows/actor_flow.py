@@ -4,7 +4,6 @@ from typing import Annotated, Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
-from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from pipelinerl.flows.parameters import RunUrl, described
@@ -13,7 +12,7 @@ from pipelinerl.tasks.pooled import run_pooled
 Name = Annotated[str, Field(description="Name of the actor in the run, unique among its actors.")]
 
 
-@flow(name="actor", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
+@flow(name="actor", persist_result=False)
 @described
 def actor(run_url: RunUrl, name: Name = "actor-0") -> State[Any] | None:
     """Generate rollouts for a live run until the run ends. Any number of actors may join, leave or die."""

@@ -14,7 +14,6 @@ from prefect import flow, get_client, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import ObjectNotFound, Pause
 from prefect.runtime import flow_run
-from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from pipelinerl.flows.parameters import described
@@ -91,7 +90,7 @@ Deployment = Annotated[
 ]
 
 
-@flow(name="compare", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
+@flow(name="compare", persist_result=False)
 @described
 def compare(
     arms: Arms,
@@ -312,7 +311,7 @@ def trimmed(budget: Budget, pending: Sequence[PlannedRun], num_arms: int) -> lis
     return kept
 
 
-@flow(name="compared-run", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
+@flow(name="compared-run", persist_result=False)
 @described
 def compared_run(
     run_url: Annotated[str, Field(description="Path or URL of the run.")],

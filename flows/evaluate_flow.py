@@ -4,7 +4,6 @@ from threading import Event
 from typing import Annotated, Any
 
 from prefect import flow
-from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from pipelinerl.flows.parameters import Root, Run, described
@@ -17,7 +16,7 @@ Version = Annotated[
 ]
 
 
-@flow(name="evaluate", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
+@flow(name="evaluate", persist_result=False)
 @described
 def evaluate(run: Run = "latest", version: Version = "last", root: Root = "") -> list[dict[str, Any]]:
     """Measure the mean reward over held-out prompts, sampled as the section `eval` of the run says.

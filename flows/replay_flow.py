@@ -3,7 +3,6 @@
 from typing import Annotated, Any
 
 from prefect import flow
-from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from pipelinerl.flows.parameters import Root, Run, described
@@ -16,7 +15,7 @@ Step = Annotated[
 ]
 
 
-@flow(name="replay", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
+@flow(name="replay", persist_result=False)
 @described
 def replay(run: Run = "latest", from_step: Step = 0, to_step: Step = 0, root: Root = "") -> dict[str, Any]:
     """Train recorded batches again to verify the run: fails if any loss or weight differs, bit for bit, from the

@@ -3,7 +3,6 @@
 from typing import Annotated, Any
 
 from prefect import flow
-from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from pipelinerl.flows.compare_flow import Deployment, Limit, Name, Target, compare_runs
@@ -21,7 +20,7 @@ Grid = Annotated[
 ]
 
 
-@flow(name="sweep", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
+@flow(name="sweep", persist_result=False)
 @described
 def sweep(
     grid: Grid,

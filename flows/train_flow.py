@@ -13,7 +13,6 @@ from prefect.client.schemas.objects import State
 from prefect.exceptions import Pause
 from prefect.runtime import deployment, flow_run
 from prefect.states import Completed
-from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from pipelinerl.flows.parameters import Settings, described, override_pattern, preset_pattern
@@ -101,7 +100,7 @@ Resume = Annotated[
 ]
 
 
-@flow(name="train", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
+@flow(name="train", persist_result=False)
 @described
 def train(
     preset: Preset = "quickstart",

@@ -4,7 +4,6 @@ from typing import Annotated, Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
-from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from pipelinerl.flows.parameters import RunUrl, described
@@ -21,7 +20,7 @@ Node = Annotated[
 ]
 
 
-@flow(name="trainer", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
+@flow(name="trainer", persist_result=False)
 @described
 def trainer(run_url: RunUrl, node: Node = 0) -> State[Any] | None:
     """Take the optimizer steps of a live run. With several nodes, each node runs a part of the ranks."""
