@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import Event
-from typing import Any, Protocol
+from typing import Any
 from uuid import UUID, uuid4
 
 from prefect import get_client
@@ -36,7 +36,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled, Cancelling
 
 from pipelinerl.tasks.outage import SERVER_SECONDS, server_answers
-from pipelinerl.tasks.role_tasks import NODE_PREFIX, run_actor, run_evaluation, run_hub, run_trainer, run_trainer_node
+from pipelinerl.tasks.role_tasks import NODE_PREFIX, run_evaluation, run_role
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.gpu_counts import gpus_of
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded, Fenced, PipelineRLError
@@ -80,25 +80,6 @@ class RunThread:
 RUN_THREAD: ContextVar[RunThread | None] = ContextVar("run_thread", default=None)
 
 
-class Role(Protocol):
-    """A role of a run."""
-
-    def begin(self) -> None:
-        """Start the role, unless the role is running."""
-
-    def is_running(self) -> bool:
-        """Whether the role runs; a flow run that waits for a slot or a worker does not."""
-
-    def has_ended(self) -> bool:
-        """Whether the role has ended or was stopped."""
-
-    def check(self) -> None:
-        """Raise the error of the role, if the role has failed."""
-
-    def stop(self) -> None:
-        """Request the end of the role; does not wait."""
-
-
 class LocalRole:
     """A role that a task of this flow run supervises on this host."""
 
@@ -119,18 +100,19 @@ class LocalRole:
 
     def is_running(self) -> bool:
         """Whether the task of the role has not ended."""
-        return not self._ended.is_set()
+        return not self.has_ended()
 
     def has_ended(self) -> bool:
+        """Whether the task of the role has ended."""
         return self._ended.is_set()
 
     def check(self) -> None:
-        """Raise the error of the task."""
+        """Raise the error of the task, if the task has failed."""
         if self._ended.is_set():
             self._future.result()
 
     def stop(self) -> None:
-        """Set the stop event, which the supervising thread polls."""
+        """Set the stop event, which the supervising thread polls; does not wait."""
         self._stop.set()
 
 
@@ -222,7 +204,7 @@ class DeployedRole:
         return {name: value for name, value in self._variables.items() if name in known}
 
     def is_running(self) -> bool:
-        """Whether the flow run was Running when its state was last read."""
+        """Whether the flow run was Running when last read; not while it waits for a slot or a worker."""
         return self._state is not None and self._state.is_running()
 
     def has_ended(self) -> bool:
@@ -262,7 +244,7 @@ class DeployedRole:
             raise RoleFailed(f"{self._name}: its flow run {self._id} is {state.name}: {state.message}{tried}")
 
     def stop(self) -> None:
-        """Cancel the flow run: the worker signals its process, and the flow stops the role."""
+        """Cancel the flow run: the worker signals its process, and the flow stops the role. Does not wait."""
         self._is_stopping = True
         if not self._is_final():
             _quietly(f"{self._name}: could not cancel flow run {self._id}", self._cancel)
@@ -273,6 +255,10 @@ class DeployedRole:
             client.set_flow_run_state(
                 self._id, Cancelling(message="the flow run that started this flow run has ended")
             )
+
+
+Role = LocalRole | DeployedRole
+"""A role of a run, wherever it runs."""
 
 
 class RunRoles:
@@ -353,7 +339,7 @@ class RunRoles:
     def _create(self, name: str) -> Role:
         run, url, restarts = self._run, self._run.store.url, self._run.config.placement.max_restarts
         if name == HUB:
-            return LocalRole(lambda stop: run_hub.submit(run, stop), self._changed)
+            return self._on_this_host(HUB, name, {})
         if name == EVALUATOR:
             return self._evaluator(SCHEDULED)
         if name.startswith(EVALUATOR_PREFIX):  # as a flow run on the actors' work pool
@@ -366,11 +352,15 @@ class RunRoles:
             parameters = {"run_url": url, "name": name}
             return DeployedRole("actor/actor", parameters, name, restarts, job_variables(run.config, ACTOR))
         if name == TRAINER:
-            return LocalRole(lambda stop: run_trainer.submit(run, stop), self._changed)
+            return self._on_this_host(TRAINER, name, {})
         if name.startswith(NODE_PREFIX):
-            return LocalRole(lambda stop: run_trainer_node.submit(run, name, stop), self._changed)
-        has_hub = HUB in self._members
-        return LocalRole(lambda stop: run_actor.submit(run, name, stop, has_hub=has_hub), self._changed)
+            return self._on_this_host("trainer_node", name, {"node": name.removeprefix(NODE_PREFIX)})
+        return self._on_this_host(ACTOR, name, {"name": name})
+
+    def _on_this_host(self, role: str, name: str, arguments: dict[str, str]) -> LocalRole:
+        run, has_hub = self._run, HUB in self._members
+        task = run_role.with_options(name=role.replace("_", "-"))
+        return LocalRole(lambda stop: task.submit(run, role, name, arguments, stop, has_hub=has_hub), self._changed)
 
     def _evaluator(self, version: str, enough: float | None = None) -> Role:
         """On work pools, an evaluator that needs vLLM or a GPU runs where actors run: this host may have neither."""

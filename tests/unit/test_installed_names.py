@@ -13,7 +13,7 @@ FLOW = """
 from prefect import flow
 from tasks.nightly import settings
 from pipelinerl.flows.train_flow import train
-from pipelinerl.tasks.role_tasks import run_hub
+from pipelinerl.tasks.role_tasks import run_role
 
 @flow
 def nightly():
