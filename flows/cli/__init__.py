@@ -1,81 +1,50 @@
 """The command line. Each command imports its heavy modules when the command runs, so that --help is fast."""
 
 import sys
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
-from pipelinerl.flows.cli import (
-    accept_loss,
-    actor,
-    archive,
-    audit,
-    compare,
-    config,
-    deploy,
-    doctor,
-    drain,
-    evaluate,
-    export,
-    gc,
-    init,
-    logs,
-    notify,
-    play,
-    prepare,
-    promote,
-    replay,
-    report,
-    resume,
-    rm,
-    runs,
-    serve,
-    simulate,
-    sql,
-    status,
-    sweep,
-    trace,
-    train,
-    trial,
-)
 from pipelinerl.flows.cli.console import answer, exit_codes
 from pipelinerl.flows.environment import set_defaults
 from pipelinerl_core.errors import ConfigError
 
-COMMANDS = (
-    train.train,
-    trial.trial,
-    play.play,
-    resume.resume,
-    drain.drain,
-    runs.runs,
-    status.status,
-    serve.serve,
-    logs.logs,
-    sql.sql,
-    report.report,
-    trace.trace,
-    replay.replay,
-    actor.actor,
-    audit.audit,
-    gc.gc,
-    rm.rm,
-    archive.archive,
-    accept_loss.accept_loss,
-    evaluate.evaluate,
-    export.export,
-    sweep.sweep,
-    promote.promote,
-    compare.compare,
-    prepare.prepare,
-    init.init,
-    config.config,
-    simulate.simulate,
-    doctor.doctor,
-    deploy.deploy,
-    notify.notify,
+NAMES = (
+    "train",
+    "trial",
+    "play",
+    "resume",
+    "drain",
+    "runs",
+    "status",
+    "serve",
+    "logs",
+    "sql",
+    "report",
+    "trace",
+    "replay",
+    "actor",
+    "audit",
+    "gc",
+    "rm",
+    "archive",
+    "accept_loss",
+    "evaluate",
+    "export",
+    "sweep",
+    "promote",
+    "compare",
+    "prepare",
+    "init",
+    "config",
+    "simulate",
+    "doctor",
+    "deploy",
+    "notify",
 )
-"""In the order of --help."""
+"""Modules with the command of the same name, in the order of --help."""
+COMMANDS = tuple(getattr(import_module(f"{__name__}.{name}"), name) for name in NAMES)
 
 app = typer.Typer(
     name="pipelinerl",
@@ -120,7 +89,7 @@ def options(
 
 
 for command in COMMANDS:
-    app.command("try" if command is trial.trial else None)(command)
+    app.command("try" if command.__name__ == "trial" else None)(command)
 
 
 def main() -> None:
