@@ -32,45 +32,38 @@ def logs(
 
     Examples: `pipelinerl logs`, `pipelinerl logs latest --role actor --follow`
     """
-    from pipelinerl_core.run.locate import locate_run
-
-    show(locate_run(run, root), role, lines, keeps_on=follow, as_json=as_json)
-
-
-def show(url: str, role: str, num_lines: int, *, keeps_on: bool, as_json: bool) -> None:
-    """Print the last lines of each log; with `keeps_on` also new lines until Ctrl-C.
-
-    Raises ConfigError for a missing run or role, for `keeps_on` with `as_json`, or without a log on this host.
-    """
     from pipelinerl_core.run.context import log_directory, open_run
+    from pipelinerl_core.run.locate import locate_run
     from pipelinerl_core.supervision.log_copies import all_logs
-    from pipelinerl_core.supervision.role_logs import follow, is_of
+    from pipelinerl_core.supervision.role_logs import follow as new_lines
+    from pipelinerl_core.supervision.role_logs import is_of
 
-    if keeps_on and as_json:
+    url = locate_run(run, root)
+    if follow and as_json:
         raise ConfigError(
             "--follow does not end, so --json cannot print one document. Leave out --json; for JSON lines, set "
             "tracking.log_format=json for the run"
         )
-    run = open_run(url)
-    directory = log_directory(run.store.url, run.run_id)
+    context = open_run(url)
+    directory = log_directory(context.store.url, context.run_id)
     by_role: dict[str, list[dict[str, Any]]] = {}
-    for log in all_logs(directory, run.store, num_lines):
+    for log in all_logs(directory, context.store, lines):
         by_role.setdefault(log["role"], []).append(log)
     chosen = {name: by_role[name] for name in sorted(by_role) if is_of(name, role)}
     _refuse_missing(directory, role, by_role, chosen)
-    if keeps_on and not any(log["is_here"] for logs in chosen.values() for log in logs):
+    if follow and not any(log["is_here"] for logs in chosen.values() for log in logs):
         raise ConfigError("--follow: no such role has run on this host. Run the command there, or without --follow")
     document: dict[str, Any] = {
-        "run_id": run.run_id,
+        "run_id": context.run_id,
         "directory": str(directory),
         "roles": {name: {**logs[0], "older": logs[1:]} for name, logs in chosen.items()},
     }
     texts = [line for name, logs in chosen.items() for line in _text(name, logs, with_older=name == role)]
     answer(document, texts, as_json=as_json)
-    if not keeps_on:
+    if not follow:
         return
     try:
-        for name, line in follow(directory, role):
+        for name, line in new_lines(directory, role):
             answer(None, [shown(name, line)], as_json=False)
     except KeyboardInterrupt:
         say("the run continues")

@@ -16,7 +16,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from pipelinerl.flows.cli.logs import show
+from pipelinerl.flows.cli.logs import logs
 from pipelinerl.tasks import run_watch
 from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor, log_as
@@ -182,7 +182,7 @@ def test_a_supervised_role_that_writes_too_much_stays_small_and_is_quoted_withou
 
 def test_roles_are_chosen_by_name_or_kind(tmp_path, capsys):
     def roles(role):
-        show(url, role, 1, keeps_on=False, as_json=True)
+        logs(url, role, 1, follow=False, as_json=True)
         return list(json.loads(capsys.readouterr().out)["roles"])
 
     write_run(open_store(str(tmp_path / "r-1")), Shape(steps=2))
@@ -228,20 +228,20 @@ def test_following_gives_whole_lines_through_a_cut_and_new_logs(tmp_path, monkey
 
 def test_the_command_prints_each_line_with_its_role_or_one_document(tmp_path, capsys):
     write_run(open_store(str(tmp_path / "r-1")), Shape(steps=2))
-    logs = tmp_path / "r-1" / "logs"
-    logs.mkdir()
-    write(logs / "hub.log", 30)
-    write(logs / "trainer.log", 1, "WARNING")
+    directory = tmp_path / "r-1" / "logs"
+    directory.mkdir()
+    write(directory / "hub.log", 30)
+    write(directory / "trainer.log", 1, "WARNING")
     url = f"file://{tmp_path}/r-1"
-    show(url, "", 2, keeps_on=False, as_json=False)
+    logs(url, "", 2, follow=False, as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[0] for line in lines] == ["hub", "hub", "trainer"]
-    show(url, "trainer", 2, keeps_on=False, as_json=True)
+    logs(url, "trainer", 2, follow=False, as_json=True)
     document = json.loads(capsys.readouterr().out)
     assert list(document["roles"]) == ["trainer"]
     assert document["roles"]["trainer"]["warnings"] == 1
     with pytest.raises(ConfigError, match="--follow does not end"):
-        show(url, "", 2, keeps_on=True, as_json=True)
+        logs(url, "", 2, follow=True, as_json=True)
 
 
 def test_the_flow_run_keeps_a_table_of_the_logs_of_the_roles_even_after_a_failure(tmp_path, monkeypatch):
@@ -340,17 +340,17 @@ def test_the_last_lines_of_a_role_are_read_on_a_host_that_reaches_only_the_store
     assert copy.last_lines[-2:] == (lines[-1].replace(SECRET, "[redacted]"), "https://[redacted]@host")
     copy_log(remote, "gpu-2", "trainer", "line on gpu-2\n", monkeypatch)
     write(log_directory(remote.store.url, remote.run_id) / "hub.log", 1)
-    show(remote.store.url, "", 2, keeps_on=False, as_json=False)
+    logs(remote.store.url, "", 2, follow=False, as_json=False)
     hub, place, last = capsys.readouterr().out.splitlines()
     assert hub.startswith("hub | 2026")
     assert re.fullmatch(r"--- trainer: host gpu-2, copied [-\d]+ [:\d]+; 1 older: --role trainer", place)
     assert last == "trainer | line on gpu-2"
-    show(remote.store.url, "trainer", 1, keeps_on=False, as_json=False)
+    logs(remote.store.url, "trainer", 1, follow=False, as_json=False)
     assert [line for line in capsys.readouterr().out.splitlines() if not line.startswith("---")] == [
         "trainer | https://[redacted]@host",
         "trainer | line on gpu-2",
     ]
-    show(remote.store.url, "trainer", 1, keeps_on=False, as_json=True)
+    logs(remote.store.url, "trainer", 1, follow=False, as_json=True)
     document = json.loads(capsys.readouterr().out)["roles"]["trainer"]
     assert (document["host"], document["older"][0]["host"], document["older"][0]["warnings"]) == (
         "gpu-2",
@@ -358,7 +358,7 @@ def test_the_last_lines_of_a_role_are_read_on_a_host_that_reaches_only_the_store
         600,
     )
     with pytest.raises(ConfigError, match="--follow: no such role has run on this host"):
-        show(remote.store.url, "trainer", 1, keeps_on=True, as_json=False)
+        logs(remote.store.url, "trainer", 1, follow=True, as_json=False)
 
 
 def test_a_failure_names_the_log_of_its_role_on_another_host(remote, monkeypatch):
