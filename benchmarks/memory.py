@@ -152,7 +152,7 @@ def measure(role: str, settings: Sequence[str]) -> dict[str, Any]:
     (predicted,) = [role_fit for role_fit in fit.roles if role_fit.role == role]
     return {
         "role": role,
-        "parts": {part.name: part.num_bytes for part in predicted.host},
+        "parts": dict(predicted.host),
         "predicted_bytes": predicted.host_bytes,
         "measured_bytes": max(mark["peak"] for mark in memory.marks.values()),
         "marks": memory.marks,

@@ -124,7 +124,7 @@ def predicted_gigabytes(config: RunConfig) -> float:
     fit = fit_of(config)
     assert fit is not None
     (trainer,) = [role for role in fit.roles if role.role == "trainer"]
-    return sum(part.num_bytes for part in trainer.gpu if part.name != "CUDA") / 1e9
+    return sum(size for name, size in trainer.gpu.items() if name != "CUDA") / 1e9
 
 
 if __name__ == "__main__":

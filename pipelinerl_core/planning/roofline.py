@@ -101,11 +101,11 @@ def roofline(config: RunConfig, tokens: float) -> Accelerators:
     version = weights if config.weights.content == "merged" else 0.0
     flops = (4 if config.learner.lora_rank else 6) + 2 * config.checkpoints_activations("cuda")
     actor = next(role for role in fit.roles if role.role == "actor")
-    sequence = next(part.num_bytes for part in actor.gpu if part.name == "one sequence")
+    sequence = actor.gpu["one sequence"]
     token_bytes = sequence / (config.rollouts.max_prompt_tokens + config.rollouts.max_tokens)
     room = actor.limit_bytes - (actor.gpu_bytes - sequence)
     shares = config.placement.share_gpu is True and not config.takes_turns
-    optimizer = next(part.num_bytes for role in fit.roles for part in role.gpu if part.name == "optimizer")
+    optimizer = next(role.gpu["optimizer"] for role in fit.roles if "optimizer" in role.gpu)
     speeds = Roofline(
         name=known,
         weight_bytes=weights / engine.tensor_parallel,

@@ -52,14 +52,6 @@ _SAMPLED_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A term of a sum, in bytes."""
-
-    name: str
-    num_bytes: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RoleFit:
     """GPUs and memory that the processes of one role need."""
 
@@ -68,29 +60,29 @@ class RoleFit:
     """Processes of this kind: ranks, or actors."""
     gpus: int
     """GPUs of each."""
-    gpu: tuple[Part, ...]
-    """Per GPU."""
+    gpu: Mapping[str, float]
+    """Part -> bytes per GPU."""
     limit_bytes: float
     """Share of the GPU's memory that the role may use; 0: unknown."""
-    host: tuple[Part, ...]
-    """Memory of the host, of all ranks or of each actor, without shared_bytes."""
+    host: Mapping[str, float]
+    """Part -> bytes of the host, of all ranks or of each actor, without shared_bytes."""
     shared_bytes: float
     note: str = ""
 
     @property
     def gpu_bytes(self) -> float:
         """Bytes per GPU."""
-        return sum(part.num_bytes for part in self.gpu)
+        return sum(self.gpu.values())
 
     @property
     def host_bytes(self) -> float:
         """Bytes of the host."""
-        return sum(part.num_bytes for part in self.host)
+        return sum(self.host.values())
 
     @property
     def exceeds(self) -> bool:
         """Whether the need certainly exceeds the limit: the exact parts alone do."""
-        return 0 < self.limit_bytes < sum(part.num_bytes for part in self.gpu if part.name in _EXACT)
+        return 0 < self.limit_bytes < sum(self.gpu.get(name, 0.0) for name in _EXACT)
 
     @property
     def is_tight(self) -> bool:
@@ -101,7 +93,7 @@ class RoleFit:
     def arithmetic(self) -> str:
         """The sum per GPU, or of the host without GPUs. Example: weights 15.2 GB + KV cache 4.3 GB = 19.5 GB."""
         parts, total = (self.gpu, self.gpu_bytes) if self.gpus else (self.host, self.host_bytes)
-        terms = " + ".join(f"{part.name} {_gb(part.num_bytes)}" for part in parts if part.num_bytes)
+        terms = " + ".join(f"{name} {_gb(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)
         return f"{terms} = {_gb(total)}"
 
 
@@ -136,8 +128,17 @@ class Fit:
     def document(self) -> dict[str, Any]:
         """The fit for machines; sizes in bytes."""
         sums = ("gpu_bytes", "host_bytes", "exceeds")
-        roles = [asdict(role) | {name: getattr(role, name) for name in sums} for role in self.roles]
+        roles = [
+            asdict(role)
+            | {"gpu": _rows(role.gpu), "host": _rows(role.host)}
+            | {name: getattr(role, name) for name in sums}
+            for role in self.roles
+        ]
         return asdict(self) | {"roles": roles}
+
+
+def _rows(parts: Mapping[str, float]) -> list[dict[str, Any]]:
+    return [{"name": name, "num_bytes": num_bytes} for name, num_bytes in parts.items()]
 
 
 def card_of(config: RunConfig) -> tuple[str, float]:
@@ -213,7 +214,7 @@ def container_bytes(config: RunConfig, role: str) -> tuple[float, float] | None:
     role_fit = next(each for each in fit.roles if each.role == role)
     nodes = config.placement.trainer_nodes if role == "trainer" else 1
     whole = ("versions",) if config.learner.zero_stage else ("versions", "checkpoint")  # of rank 0 alone
-    own = sum(part.num_bytes / (1 if part.name in whole else nodes) for part in role_fit.host)
+    own = sum(size / (1 if name in whole else nodes) for name, size in role_fit.host.items())
     return own, role_fit.shared_bytes
 
 
@@ -232,9 +233,9 @@ def _trainer(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit
         role="trainer",
         count=config.trainer.ranks,
         gpus=gpus,
-        gpu=_parts({**state, "CUDA": _OVERHEAD_BYTES, "broadcast": _broadcast_bytes(config)}),
+        gpu={**state, "CUDA": _OVERHEAD_BYTES, "broadcast": _broadcast_bytes(config)},
         limit_bytes=limit if gpus else 0.0,
-        host=_parts(_trainer_host(config, shape, version, {"offloaded": offloaded} | ({} if gpus else state))),
+        host=_trainer_host(config, shape, version, {"offloaded": offloaded} | ({} if gpus else state)),
         shared_bytes=shared_bytes(config, version) if config.weights.uses_shared_memory else _ENGINE_SHARED_BYTES,
     )
 
@@ -302,10 +303,6 @@ def _state(config: RunConfig, shape: ModelShape) -> tuple[dict[str, float], floa
     return parts, offloaded
 
 
-def _parts(sizes: Mapping[str, float]) -> tuple[Part, ...]:
-    return tuple(Part(name=name, num_bytes=size) for name, size in sizes.items())
-
-
 def _teacher_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
     """The shape of loss.teacher; the shape of the trained model if the teacher's config.json cannot be read."""
     entries = model_config_of(config.loss.teacher)
@@ -361,9 +358,9 @@ def _actor(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit:
         role="actor",
         count=config.placement.actors,
         gpus=gpus,
-        gpu=_parts(_actor_gpu(config, shape, weights / shards, sequence)),
+        gpu=_actor_gpu(config, shape, weights / shards, sequence),
         limit_bytes=limit,
-        host=_parts(_actor_host(config, shape, weights, sequence)),
+        host=_actor_host(config, shape, weights, sequence),
         shared_bytes=staged + _ENGINE_SHARED_BYTES,
         note=note,
     )
@@ -422,7 +419,7 @@ def _remedy(config: RunConfig, role: RoleFit, fit: Fit) -> str:
     if role.role == "actor":
         return "Raise engine.tensor_parallel or engine.memory_share, or lower rollouts.max_tokens"
     learner, options = config.learner, []
-    activations = next(part.num_bytes for part in role.gpu if part.name == "activations")
+    activations = role.gpu["activations"]
     state = role.gpu_bytes - activations
     if state <= role.limit_bytes and not config.checkpoints_activations("cuda"):
         options.append("set learner.activation_checkpointing=true")

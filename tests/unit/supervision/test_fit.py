@@ -26,7 +26,7 @@ def config(*overrides):
 
 def parts(fit, role):
     (role_fit,) = [candidate for candidate in fit.roles if candidate.role == role]
-    return {part.name: part.num_bytes for part in role_fit.gpu}
+    return dict(role_fit.gpu)
 
 
 def test_a_full_learner_of_one_rank_needs_twenty_bytes_per_parameter():
@@ -110,7 +110,7 @@ def test_pods_have_memory_for_the_size_of_the_model():
         ((), {"versions", "checkpoint"}),
     ):
         host = fit_of(config(*spread, *kind)).roles[0].host
-        wanted = sum(part.num_bytes / (1 if part.name in of_rank_0 else 2) for part in host)
+        wanted = sum(size / (1 if name in of_rank_0 else 2) for name, size in host.items())
         assert container_bytes(config(*spread, *nodes, *kind), "trainer")[0] == pytest.approx(wanted)
 
 
@@ -260,7 +260,7 @@ ON_CPU = (
 
 def host_parts(role, *overrides):
     (role_fit,) = [own for own in fit_of(load_config("quickstart", [*ON_CPU, *overrides])).roles if own.role == role]
-    return {part.name: part.num_bytes for part in role_fit.host if part.num_bytes}
+    return {name: size for name, size in role_fit.host.items() if size}
 
 
 @pytest.mark.parametrize(("dtype", "width", "masters"), [("float32", 4, 0), ("bfloat16", 2, 4)])
