@@ -9,6 +9,7 @@ from base64 import b64encode
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -34,6 +35,12 @@ from tests.synthetic_run import put_record
 
 def config(*overrides: str):
     return load_config("quickstart", overrides)
+
+
+def set_free(monkeypatch, num_bytes, by_path=None):
+    """Let every disk have so many free bytes, except those of the paths in `by_path`."""
+    by_path = by_path or {}
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=by_path.get(path, num_bytes)))
 
 
 def test_a_taken_port_is_refused_with_its_number():
@@ -82,7 +89,7 @@ def test_completions_longer_than_the_models_context_are_refused(tmp_path):
 
 def test_too_little_disk_is_refused_with_both_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "model_size", lambda path: 100_000_000)
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1_000_000_000}))
+    set_free(monkeypatch, 1_000_000_000)
     # 300 steps, every 25th durable: 13 versions, 20 with checkpoints, 4 others; 12 bytes a parameter and checkpoint.
     needs = r"1\.0 GB free, but this run needs about 3\.9 GB for 37 durable weight versions of 100 MB and 4 check"
     with pytest.raises(ConfigError, match=rf"{needs}points of 9 MB\."):
@@ -91,7 +98,7 @@ def test_too_little_disk_is_refused_with_both_numbers(tmp_path, monkeypatch):
 
 def test_a_run_that_exists_needs_room_for_what_it_has_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "model_size", lambda path: 100_000_000)
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1_000_000_000}))
+    set_free(monkeypatch, 1_000_000_000)
     root, settings = f"file://{tmp_path}", ("weights.keep=0", "weights.durable_every=1")
     run = RunContext(store=open_store(f"{root}/run"), record=run_record(), config=config(*settings), token="")
     with pytest.raises(ConfigError, match=r"1\.0 GB free, but this run needs about 14\.\d GB"):
@@ -104,7 +111,7 @@ def test_a_run_that_exists_needs_room_for_what_it_has_not_written(tmp_path, monk
 
 def test_several_runs_that_do_not_all_fit_on_the_disk_are_named_before_the_first_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "model_size", lambda path: 100_000_000)
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 8_000_000_000}))
+    set_free(monkeypatch, 8_000_000_000)
     run, root = config("trainer.steps=300", "weights.durable_every=25"), f"file://{tmp_path}"  # 3.9 GB
     assert checks.space_lines([run, run], root) == []
     (line,) = checks.space_lines([run, run, run], root)
@@ -114,10 +121,7 @@ def test_several_runs_that_do_not_all_fit_on_the_disk_are_named_before_the_first
 
 def test_too_little_shared_memory_is_refused_only_for_transport_through_shared_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "model_size", lambda path: 100_000_000)
-    free = {str(tmp_path): 10**12}
-    monkeypatch.setattr(
-        checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free.get(str(path), 400_000_000)})
-    )
+    set_free(monkeypatch, 400_000_000, {tmp_path: 10**12})
     with pytest.raises(ConfigError, match="/dev/shm: 400 MB free, but this run needs about 800 MB"):
         checks.check_space(config(), f"file://{tmp_path}")
     checks.check_space(config("weights.transport=object_store"), f"file://{tmp_path}")
@@ -128,7 +132,7 @@ def test_versions_of_adapters_need_little_room_and_the_models_that_vllm_reads_ne
     model.mkdir()
     save_file({"w": np.zeros((1000, 500), np.float32), "b": np.zeros(7)}, model / "model.safetensors")
     monkeypatch.setattr(checks, "model_size", lambda path: 100_000_000)
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1}))
+    set_free(monkeypatch, 1)
     adapters = (
         f"model.path={model}",
         "learner.lora_rank=8",
@@ -141,10 +145,7 @@ def test_versions_of_adapters_need_little_room_and_the_models_that_vllm_reads_ne
         checks.check_space(config(*adapters, "weights.durable_every=1"), f"file://{tmp_path}")
     with pytest.raises(ConfigError, match=r" and 6 checkpoints of 0 MB"):
         checks.check_space(config(*adapters, "checkpoint.keep_every=100"), f"file://{tmp_path}")
-    free = {str(tmp_path): 10**12}
-    monkeypatch.setattr(
-        checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free.get(str(path), 150_000_000)})
-    )
+    set_free(monkeypatch, 150_000_000, {tmp_path: 10**12})
     checks.check_space(config(*adapters), f"file://{tmp_path}")
     with pytest.raises(ConfigError, match=r"/dev/shm: 150 MB free, .* about 200 MB for 2 merged models of 100 MB"):
         checks.check_space(config(*adapters, "engine.kind=vllm"), f"file://{tmp_path}")

@@ -1,6 +1,7 @@
 """Whether a start forgets that its run was to drain: a person's does, the automation's does not."""
 
 import uuid
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -31,11 +32,6 @@ class Server:
         ]
         self.is_away = False
 
-    def __enter__(self) -> "Server":
-        return self
-
-    def __exit__(self, *error) -> None: ...
-
     def read_flow_run_states(self, flow_run_id: uuid.UUID) -> list[State]:
         if self.is_away:
             raise ConnectionError("no server")
@@ -43,7 +39,7 @@ class Server:
 
 
 def is_kept(monkeypatch, server: Server) -> bool:
-    monkeypatch.setattr(automations, "get_client", lambda sync_client: server)
+    monkeypatch.setattr(automations, "get_client", lambda sync_client: nullcontext(server))
     store = MemoryStore()
     ask_to_drain(store, by="this test")
     clear_earlier_drain_request(store, str(uuid.uuid4()))
@@ -94,7 +90,7 @@ LATE = [Crashed(message="no heartbeat"), *FIRST[2:]]
     ],
 )
 def test_a_resume_that_comes_after_the_end_of_the_flow_run_leaves_it_ended(monkeypatch, states, name):
-    monkeypatch.setattr(automations, "get_client", lambda sync_client: Server(states))
+    monkeypatch.setattr(automations, "get_client", lambda sync_client: nullcontext(Server(states)))
     ended = automations.ended_before_resume(uuid.uuid4())
     assert (ended.name if ended is not None else None) == name
 
@@ -102,5 +98,5 @@ def test_a_resume_that_comes_after_the_end_of_the_flow_run_leaves_it_ended(monke
 def test_a_resume_goes_on_if_the_server_does_not_answer(monkeypatch):
     server = Server([*FIRST, *LATE, Completed(), *RESUMED[1:]])
     server.is_away = True
-    monkeypatch.setattr(automations, "get_client", lambda sync_client: server)
+    monkeypatch.setattr(automations, "get_client", lambda sync_client: nullcontext(server))
     assert automations.ended_before_resume(uuid.uuid4()) is None

@@ -150,12 +150,6 @@ class Client:
     def __init__(self, error: Exception | None = None) -> None:
         self.error, self.asked = error, []
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        return None
-
     def set_flow_run_state(self, flow_run_id, state, *, force):
         if self.error is not None:
             raise self.error
@@ -165,7 +159,7 @@ class Client:
 def started_by(monkeypatch, deployment, client):
     monkeypatch.setattr(outage, "deployment", SimpleNamespace(id=deployment))
     monkeypatch.setattr(outage, "flow_run", SimpleNamespace(id=FLOW_RUN))
-    monkeypatch.setattr(outage, "get_client", lambda sync_client: client)
+    monkeypatch.setattr(outage, "get_client", lambda sync_client: nullcontext(client))
     return outage.crashed_by_outage(use(monkeypatch, Store(0)), StoreUnavailable("no answer"))
 
 

@@ -76,12 +76,6 @@ class Server:
         self.states[run.id] = run.state
         return run
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        return None
-
     def read_flow_run(self, run_id):
         if self.states[run_id] is None:
             raise ObjectNotFound(Exception())
@@ -99,7 +93,7 @@ class Server:
 def server(monkeypatch) -> Server:
     server = Server()
     monkeypatch.setattr(placement, "run_deployment", server.run_deployment)
-    monkeypatch.setattr(placement, "get_client", lambda sync_client: server)
+    monkeypatch.setattr(placement, "get_client", lambda sync_client: nullcontext(server))
     monkeypatch.setattr(placement, "_POLL_DEPLOYMENT_SECONDS", 0.0)
     monkeypatch.setattr(placement, "last_resume_at", lambda store: server.resumed_at)
     return server
@@ -493,14 +487,19 @@ SIXTEEN = {
 }
 
 
-def pooled_crew(values) -> RunRoles:
+@pytest.fixture
+def pooled_crew(server, monkeypatch):
+    """A function: values of the configuration -> roles of a run on work pools, whose token is not stored."""
+    monkeypatch.setattr(placement.Secret, "save", lambda *_, **__: None)
     store = SimpleNamespace(url="/runs/run-1", exists=lambda key: False)
-    crew = RunRoles(SimpleNamespace(run_id="run-1", config=build_config(values), store=store, token="token"))
+
+    def crew(values) -> RunRoles:
+        return RunRoles(SimpleNamespace(run_id="run-1", config=build_config(values), store=store, token="token"))
+
     return crew
 
 
-def test_pods_get_the_gpus_and_the_memory_of_the_run(server, monkeypatch):
-    monkeypatch.setattr(placement.Secret, "save", lambda *_, **__: None)
+def test_pods_get_the_gpus_and_the_memory_of_the_run(server, pooled_crew):
     server.template = json.loads((SHIPPED.parent / "work_pools" / "kubernetes.json").read_text())
     crew = pooled_crew(SIXTEEN)
     for name in ("trainer", "actor-5"):
@@ -518,17 +517,15 @@ def test_pods_get_the_gpus_and_the_memory_of_the_run(server, monkeypatch):
 
 
 @pytest.mark.parametrize("template", ["docker", ""])
-def test_pools_without_such_variables_get_none(server, monkeypatch, template):
-    monkeypatch.setattr(placement.Secret, "save", lambda *_, **__: None)
+def test_pools_without_such_variables_get_none(server, pooled_crew, template):
     if template:
         server.template = json.loads((SHIPPED.parent / "work_pools" / f"{template}.json").read_text())
     pooled_crew(SIXTEEN).start("actor-0")
     assert server.started[0][2] == {}
 
 
-def test_an_evaluator_of_vllm_is_a_flow_run_on_the_pool_of_actors(server, monkeypatch):
+def test_an_evaluator_of_vllm_is_a_flow_run_on_the_pool_of_actors(server, pooled_crew, monkeypatch):
     """The host of the train flow has neither vLLM nor a GPU."""
-    monkeypatch.setattr(placement.Secret, "save", lambda *_, **__: None)
     crew = pooled_crew(SIXTEEN)
     monkeypatch.setattr(crew, "wait", lambda seconds: server.states.update({server.newest: Completed()}))
     crew.evaluate("first")
@@ -546,8 +543,7 @@ def test_the_flow_run_of_an_evaluator_evaluates(monkeypatch):
     assert submitted[0][1:3] == ("last", None)
 
 
-def test_on_pools_an_embedded_engine_is_evaluated_beside_the_train_flow(server, monkeypatch):
-    monkeypatch.setattr(placement.Secret, "save", lambda *_, **__: None)
+def test_on_pools_an_embedded_engine_is_evaluated_beside_the_train_flow(pooled_crew):
     crew = pooled_crew({"placement": {"kind": "work_pools"}})
     assert isinstance(crew._create("evaluator"), LocalRole)
 

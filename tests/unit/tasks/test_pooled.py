@@ -1,6 +1,7 @@
 """A role of a work pool whose worker is gone: no process signals its flow run any more."""
 
 import uuid
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -23,11 +24,6 @@ class Server:
 
     def __init__(self, state: State | Exception | None) -> None:
         self.state = state
-
-    def __enter__(self) -> "Server":
-        return self
-
-    def __exit__(self, *error) -> None: ...
 
     def read_flow_run(self, run_id: uuid.UUID):
         if self.state is None:
@@ -71,7 +67,7 @@ def follow(monkeypatch):
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(uuid.uuid4()))
 
     def follow(state: State | Exception | None) -> State | None:
-        monkeypatch.setattr(pooled, "get_client", lambda sync_client: Server(state))
+        monkeypatch.setattr(pooled, "get_client", lambda sync_client: nullcontext(Server(state)))
         ended = pooled.run_pooled("memory://test", "actor-0")
         assert RunRoles.newest.is_stopped
         return ended
