@@ -7,7 +7,7 @@ steps. The times are exact: step n is reserved at START + n * STEP_SECONDS, comp
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import ActorSample, FateRecord, SwapRecord
 from pipelinerl_core.prompts.sums import total
 from pipelinerl_core.report.document import report_of
-from pipelinerl_core.report.facts import collect
+from pipelinerl_core.report.facts import TrainedRollout, collect
 from pipelinerl_core.report.html import page_of
 from pipelinerl_core.run.compacted import StepRange, encode_commits
 from pipelinerl_core.run.records import (
@@ -129,6 +129,13 @@ def training_row(rollout: Rollout, *, oldest_version: int = 0, advantage: float 
     for span in rollout.weight_spans:
         mask[span.start : span.end] &= span.version >= oldest_version
     return TrainingRow(rollout=rollout, loss_mask=mask, advantage=advantage, loss_weight=0.01)
+
+
+def trained_rollout(**values: Any) -> TrainedRollout:
+    """A row of a step; fields that are not given are those of `make_rollout`."""
+    rollout = make_rollout()
+    own = {each.name: getattr(rollout, each.name) for each in fields(rollout)}
+    return TrainedRollout(**own | values)
 
 
 def batch_bytes(run_id: str, step: int, rows: Sequence[TrainingRow]) -> bytes:

@@ -18,6 +18,7 @@ from pipelinerl_core.report.facts import NEWEST_STEPS, RunFacts, TrainedRollout
 from pipelinerl_core.report.samples import find_tokenizer
 from pipelinerl_core.rollouts.task_columns import task_columns
 from pipelinerl_core.telemetry.log_lines import printable
+from pipelinerl_core.types import Int32Array
 
 # Fewer scored rollouts say nothing.
 _LEAST_ROWS = 32
@@ -48,7 +49,7 @@ _MIN_OF_VALUE = 16
 _MAX_VALUES = 12
 _WELL_ABOVE = 0.2
 
-Decoder = Callable[[NDArray[np.int64]], str]
+Decoder = Callable[[Int32Array], str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
 """Reads the stored objects of a run once for the report: valid commits, evaluations and trained batches.
 
-Shapes: P = prompt tokens, C = completion tokens, N = rollouts of a step, G = its groups, L = largest lag + 1.
+Shapes: C = completion tokens, N = rollouts of a step, G = its groups, L = largest lag + 1.
 """
 
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelinerl_core.data.compaction import list_rollouts, read_rollouts
+from pipelinerl_core.data.codec import decode_batch, flat_list, rows_of, spans_of
+from pipelinerl_core.data.compaction import CompactedRollouts, list_rollouts
 from pipelinerl_core.data.trained import TrainedRows
 from pipelinerl_core.errors import BrokenRecord, ChecksumMismatch, MissingObject, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
@@ -31,82 +32,39 @@ from pipelinerl_core.run.records import (
 )
 from pipelinerl_core.telemetry import measures
 from pipelinerl_core.telemetry.measures import Int64Array
-from pipelinerl_core.types import BoolArray, TurnSpan, WeightSpan
+from pipelinerl_core.types import BoolArray, Rollout
 
 logger = logging.getLogger(__name__)
 
-_COLUMNS = (
-    "group_id",
-    "rollout_index",
-    "actor",
-    "prompt_token_ids",
-    "completion_token_ids",
-    "weight_spans",
-    "loss_mask",
-    "loss_mask_trained",
-    "turn_spans",
-    "turn_rewards",
-    "branch_starts",
-    "task",
-    "source",
-    "reward",
-    "reward_components",
-    "advantage",
-    "outcome",
-    "finish_reason",
-    "started_at",
-    "finished_at",
-    "scored_at",
-)
+_FIGURE_COLUMNS = (
+    "group_id", "actor", "reward", "weight_spans", "loss_mask", "loss_mask_trained", "finished_at", "scored_at",
+)  # fmt: skip
+"""Columns of StepFacts: without token ids, which are most of the bytes of a run."""
 NEWEST_STEPS = 8
 """Trained steps whose rollouts RunFacts has."""
 _NEWEST_ROWS = 256
-_TOKEN_COLUMNS = ("prompt_token_ids", "completion_token_ids", "loss_mask", "loss_mask_trained")
 # Fields of a commit that no report shows; they take more memory than the other fields.
 _UNUSED: dict[str, Any] = {"fates": (), "low_water": {}, "open_groups": ()}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TrainedRollout:
-    """The columns of one row of a batch file that the report needs."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainedRollout(Rollout):
+    """A rollout with what its step made of it."""
 
     step: int
-    group_id: int
-    rollout_index: int
-    actor: str
-    reward: float | None
-    outcome: str
-    finish_reason: str
-    scoring_seconds: float
-    """From the last token to the reward."""
-    prompt_token_ids: Int64Array
-    """[P]"""
-    completion_token_ids: Int64Array
-    """[C]"""
-    weight_spans: tuple[WeightSpan, ...]
-    loss_mask: BoolArray
-    """[C] mask before the lag rule."""
     loss_mask_trained: BoolArray
     """[C] mask after the lag rule."""
-    turn_spans: tuple[TurnSpan, ...] = ()
-    """Turns in order; empty for one turn."""
-    turn_rewards: tuple[float, ...] = ()
-    """Parts of the reward that belong to single turns; empty without such parts."""
-    branch_starts: tuple[int, ...] = ()
-    """Offsets in the completion where a branch begins."""
-    task: str = "{}"
-    """Columns of the prompt's row, or the environment's task: a JSON object."""
-    source: str = ""
-    components: Mapping[str, float] = field(default_factory=dict)
-    """Components of the reward by name, before their weights."""
-    advantage: float = 0.0
-    started_at: float = 0.0
-    finished_at: float = 0.0
+    advantage: float
 
     @property
     def name(self) -> str:
         """Example: 12.3, the fourth rollout of group 12."""
         return f"{self.group_id}.{self.rollout_index}"
+
+    @property
+    def components(self) -> dict[str, float]:
+        """Components of the reward by name, before their weights."""
+        return dict(self.reward_components)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,17 +130,18 @@ class RunCache:
     steps: dict[str, StepFacts] = field(default_factory=dict)
     newest_rows: dict[str, list[TrainedRollout]] = field(default_factory=dict)
 
-    def add(self, key: str, step: int, rows: list[TrainedRollout]) -> None:
-        """The figures of a step, and its rows if it is among the newest steps."""
-        self.steps[key] = step_facts(step, rows)
-        self.newest_rows[key] = [own_copy(row) for row in rows[:_NEWEST_ROWS]]
-        if len(self.newest_rows) > NEWEST_STEPS:
-            del self.newest_rows[next(iter(self.newest_rows))]  # steps are added in order
+    def add(self, key: str, step: int, batches: Sequence[pa.RecordBatch], *, is_newest: bool) -> None:
+        """Add the figures of a step, and its rows if it is among the newest steps."""
+        if is_newest:
+            self.newest_rows[key] = [own_copy(row) for row in _rows(step, batches)[:_NEWEST_ROWS]]
+        self.steps[key] = step_facts(step, pa.Table.from_batches(batches))
 
 
 def own_copy(row: TrainedRollout) -> TrainedRollout:
     """The row without the memory of its batch, in which its arrays are."""
-    return replace(row, **{name: getattr(row, name).copy() for name in _TOKEN_COLUMNS})
+    values = {each.name: getattr(row, each.name) for each in fields(row)}
+    arrays: dict[str, Any] = {name: part.copy() for name, part in values.items() if isinstance(part, np.ndarray)}
+    return replace(row, **arrays)
 
 
 def collect(store: ObjectStore, cache: RunCache | None = None) -> RunFacts:
@@ -192,25 +151,27 @@ def collect(store: ObjectStore, cache: RunCache | None = None) -> RunFacts:
     follower.refresh()
     keys = follower.commits.keys_by_step
     cache = RunCache() if cache is None else cache
-    counted = set(keys.values())
-    cache.newest_rows = {key: rows for key, rows in cache.newest_rows.items() if key in counted}
+    newest = set(list(keys.values())[-NEWEST_STEPS:])
+    cache.newest_rows = {key: rows for key, rows in cache.newest_rows.items() if key in newest}
     with_batch = {parse_step_key(key) for key in list_keys(store, BATCHES_PREFIX)}  # before the compacted rows
-    _add_compacted(store, keys, cache)
-    missing = []
+    _add_compacted(store, keys, newest, cache)
+    trained, missing = TrainedRows(store), []
     for step, key in keys.items():
         if key not in cache.commits:
             cache.commits[key] = follower.commits[step].model_copy(update=_UNUSED)
         commit = cache.commits[key]
-        if key not in cache.steps and (step, commit.epoch) in with_batch:
+        if key in cache.steps or not commit.batches:
+            continue
+        if (step, commit.epoch) in with_batch:
             try:
-                cache.add(key, step, read_batch(store, commit))
+                cache.add(key, step, trained.batches(commit), is_newest=key in newest)
             except (
                 BrokenRecord,
                 ChecksumMismatch,
                 MissingObject,
             ) as error:  # the figures of one step are no reason to write no report
                 logger.warning("the report has no figures of the rollouts of step %d: %s", step, error)
-        elif key not in cache.steps and commit.batches:
+        else:
             missing.append(step)
     if missing and not run.config.get("store", {}).get("keep_rows"):
         logger.warning("no figures of the rollouts of %d steps from %d on: their rows are missing",
@@ -231,33 +192,38 @@ def newest_facts(follower: RunFollower) -> RunFacts:
     known = list(follower.commits)
     chosen = dict.fromkeys([*known[: NEWEST_STEPS + 1], *known[-NEWEST_STEPS:]])  # the first is step 0, without rows
     commits = {step: follower.commits[step] for step in chosen}
-    steps, newest = [], []
+    cache, trained = RunCache(), TrainedRows(follower.store)
     for step, commit in commits.items():
         with suppress(BrokenRecord, ChecksumMismatch, MissingObject, SchemaMismatch):
-            rows = read_batch(follower.store, commit) if commit.batches else []
-            if rows:
-                steps.append(step_facts(step, rows))
-                newest += [own_copy(row) for row in rows[:_NEWEST_ROWS]] if step in known[-NEWEST_STEPS:] else []
+            if batches := trained.batches(commit):
+                cache.add(commit_key(step, commit.epoch), step, batches, is_newest=step in known[-NEWEST_STEPS:])
     return RunFacts(run=follower.run, commits=commits, evals=follower.evals, set_evals=follower.set_evals,
-                    steps=tuple(steps), newest_rows=tuple(newest))  # fmt: skip
+                    steps=tuple(cache.steps.values()),
+                    newest_rows=tuple(itertools.chain.from_iterable(cache.newest_rows.values())))  # fmt: skip
 
 
-def _add_compacted(store: ObjectStore, keys: Mapping[int, str], cache: RunCache) -> None:
+def _add_compacted(store: ObjectStore, keys: Mapping[int, str], newest: Set[str], cache: RunCache) -> None:
     """Add the figures of the steps in compacted rollouts."""
     for file in list_rollouts(store):
-        of_file = {step: commit_key(step, file.epoch) for step in range(file.first, file.last + 1)}
+        of_file = {step: commit_key(step, file.epoch) for step in file.steps}
         wanted = {step: key for step, key in of_file.items() if keys.get(step) == key and key not in cache.steps}
-        if wanted:
-            try:
-                table = read_rollouts(store, file, [*_COLUMNS, "step", "fate"])
-            except MissingObject:  # store.keep_rows has removed it since the listing
+        if not wanted:
+            continue
+        try:
+            compacted = CompactedRollouts(store, file)
+        except MissingObject:  # store.keep_rows has removed it since the listing
+            continue
+        table = compacted.read([*_FIGURE_COLUMNS, "step", "fate"])
+        table = table.filter(pc.equal(table["fate"], "trained"))
+        starts = np.flatnonzero(np.diff(table["step"].to_numpy(), prepend=-1)).tolist()
+        for start, end in itertools.pairwise([*starts, len(table)]):
+            step = table["step"][start].as_py()
+            if step not in wanted:
                 continue
-            table = table.filter(pc.equal(table["fate"], "trained"))
-            starts = np.flatnonzero(np.diff(table["step"].to_numpy(), prepend=-1)).tolist()
-            for start, end in itertools.pairwise([*starts, len(table)]):
-                step = table["step"][start].as_py()
-                if step in wanted:
-                    cache.add(wanted[step], step, _rows(step, table[start:end]))
+            if wanted[step] in newest:
+                cache.add(wanted[step], step, [compacted.trained(step)], is_newest=True)
+            else:
+                cache.steps[wanted[step]] = step_facts(step, table[start:end])
 
 
 def read_batch(store: ObjectStore, commit: Commit) -> list[TrainedRollout]:
@@ -266,68 +232,41 @@ def read_batch(store: ObjectStore, commit: Commit) -> list[TrainedRollout]:
     Raises BrokenRecord or ChecksumMismatch for damaged rows, SchemaMismatch for the batch of another release,
     MissingObject if the rows were removed.
     """
-    batches = TrainedRows(store).batches(commit)
-    return _rows(commit.step, pa.Table.from_batches(batches)) if batches else []
+    return _rows(commit.step, TrainedRows(store).batches(commit))
 
 
-def step_facts(step: int, rows: list[TrainedRollout]) -> StepFacts:
-    """Compute the figures of a batch."""
-    rows = sorted(rows, key=lambda row: row.group_id)
-    by_version = [measures.tokens_by_version(row.weight_spans, row.loss_mask_trained) for row in rows]
-    trained: dict[tuple[int, str], int] = {}
-    for row, counts in zip(rows, by_version, strict=True):
-        for version, num in counts.items():
-            trained[version, row.actor] = trained.get((version, row.actor), 0) + num
-    return StepFacts(
-        step=step,
-        rewards=np.array([row.reward for row in rows if row.reward is not None], dtype=np.float64),
-        lengths=np.array([len(row.completion_token_ids) for row in rows], dtype=np.int64),
-        sizes=np.unique([row.group_id for row in rows], return_counts=True)[1],
-        scoring_seconds=float(np.mean([row.scoring_seconds for row in rows])) if rows else 0.0,
-        versions=np.array([measures.num_versions(row.weight_spans) for row in rows], dtype=np.int64),
-        lags=measures.lag_counts(step, by_version),
-        num_masked=sum(int(np.count_nonzero(row.loss_mask & ~row.loss_mask_trained)) for row in rows),
-        trained=trained,
-    )
-
-
-def _rows(step: int, table: pa.Table) -> list[TrainedRollout]:
-    prompts, completions = _lists(table["prompt_token_ids"]), _lists(table["completion_token_ids"])
-    masks, trained_masks = _lists(table["loss_mask"]), _lists(table["loss_mask_trained"])
-    plain = table.select([name for name in _COLUMNS if name not in _TOKEN_COLUMNS]).to_pylist()
+def _rows(step: int, batches: Sequence[pa.RecordBatch]) -> list[TrainedRollout]:
     return [
         TrainedRollout(
+            **{each.name: getattr(row.rollout, each.name) for each in fields(Rollout)},
             step=step,
-            group_id=row["group_id"],
-            rollout_index=row["rollout_index"],
-            actor=row["actor"],
-            reward=row["reward"],
-            outcome=row["outcome"],
-            finish_reason=row["finish_reason"],
-            scoring_seconds=row["scored_at"] - row["finished_at"],
-            prompt_token_ids=prompts[index],
-            completion_token_ids=completions[index],
-            weight_spans=tuple(WeightSpan(**span) for span in row["weight_spans"]),
-            loss_mask=masks[index],
-            loss_mask_trained=trained_masks[index],
-            turn_spans=tuple(TurnSpan(**turn) for turn in row["turn_spans"] or ()),
-            turn_rewards=tuple(row["turn_rewards"] or ()),
-            branch_starts=tuple(row["branch_starts"] or ()),
-            task=row["task"],
-            source=row["source"],
-            components={part["name"]: part["value"] for part in row["reward_components"] or ()},
-            advantage=row["advantage"],
-            started_at=row["started_at"],
-            finished_at=row["finished_at"],
+            loss_mask_trained=row.loss_mask,
+            advantage=row.advantage,
         )
-        for index, row in enumerate(plain)
+        for batch in batches
+        for row in decode_batch(batch)
     ]
 
 
-def _lists(column: pa.ChunkedArray) -> list[Any]:
-    """One array per row of a list column."""
-    arrays: list[Any] = []
-    for chunk in column.chunks:
-        ends = np.cumsum(chunk.value_lengths().to_numpy(zero_copy_only=False))
-        arrays += np.split(chunk.flatten().to_numpy(zero_copy_only=False), ends[:-1]) if len(chunk) else []
-    return arrays
+def step_facts(step: int, table: pa.Table) -> StepFacts:
+    """Compute the figures of a batch, of whose columns it needs _FIGURE_COLUMNS."""
+    (batch,) = table.select(_FIGURE_COLUMNS).sort_by("group_id").combine_chunks().to_batches()
+    spans = spans_of(batch["weight_spans"])
+    trained_masks = rows_of(batch["loss_mask_trained"])
+    by_version = [measures.tokens_by_version(*row) for row in zip(spans, trained_masks, strict=True)]
+    trained: dict[tuple[int, str], int] = {}
+    for actor, counts in zip(batch["actor"].to_pylist(), by_version, strict=True):
+        for version, num in counts.items():
+            trained[version, actor] = trained.get((version, actor), 0) + num
+    offsets, mask = flat_list(batch["loss_mask"])
+    return StepFacts(
+        step=step,
+        rewards=batch["reward"].drop_null().to_numpy().astype(np.float64),
+        lengths=np.diff(offsets).astype(np.int64),
+        sizes=np.unique(batch["group_id"].to_numpy(), return_counts=True)[1],
+        scoring_seconds=float(np.mean(batch["scored_at"].to_numpy() - batch["finished_at"].to_numpy())),
+        versions=np.array([measures.num_versions(row) for row in spans], dtype=np.int64),
+        lags=measures.lag_counts(step, by_version),
+        num_masked=int(np.count_nonzero(mask & ~flat_list(batch["loss_mask_trained"])[1])),
+        trained=trained,
+    )

@@ -58,7 +58,7 @@ def _log_trace(client: TracingClient, run: Run, row: TrainedRollout, decode: Dec
 def trace_spans(row: TrainedRollout, decode: Decode | None) -> list[dict[str, Any]]:
     """The spans of a rollout, the whole rollout first; texts are cut, times are Unix seconds. Rows have no times of
     tokens: the spans of turns divide the time of the rollout by their tokens."""
-    num_tokens, scored_at = len(row.completion_token_ids), row.finished_at + row.scoring_seconds
+    num_tokens, scored_at = row.num_tokens, row.scored_at
     per_token = (row.finished_at - row.started_at) / max(1, num_tokens)
     prompt = plain_text(row.prompt_token_ids, decode)[:MAX_CHARS].replace("\0", "")  # PostgreSQL refuses NUL
 

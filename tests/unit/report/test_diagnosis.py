@@ -7,19 +7,21 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
+from pipelinerl_core.data.codec import encode_batch
 from pipelinerl_core.report.diagnosis import Finding, diagnose, text_decoder
-from pipelinerl_core.report.facts import RunFacts, TrainedRollout, newest_facts, step_facts
+from pipelinerl_core.report.facts import RunFacts, StepFacts, TrainedRollout, newest_facts, step_facts
 from pipelinerl_core.report.live_view import format_status, run_status
 from pipelinerl_core.report.query.database import Database, stores_of
 from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.records import EvalRecord
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.types import FinishReason, TurnSpan, WeightSpan
+from pipelinerl_core.types import FinishReason, RewardComponent, TrainingRow, TurnSpan, WeightSpan
 from tests.builders import commit_record, run_record
-from tests.synthetic_run import Shape, build_report, render_report, write_run
+from tests.synthetic_run import Shape, build_report, render_report, trained_rollout, write_run
 
 STEPS, GROUPS, SIZE = range(3, 11), 4, 4
 
@@ -32,6 +34,10 @@ def text(token_ids: np.ndarray) -> str:
     return bytes(token_ids.astype(np.uint8)).decode(errors="replace")
 
 
+def components(**values: float) -> tuple[RewardComponent, ...]:
+    return tuple(RewardComponent(name, float(value)) for name, value in values.items())
+
+
 def rollout(step: int, group: int, index: int, **changes: Any) -> TrainedRollout:
     """A rollout of a sorting task: half of a group is right; lengths do not follow the rewards."""
     words = f"pear {group} fig {step} kiwi {group * step}"
@@ -39,17 +45,25 @@ def rollout(step: int, group: int, index: int, **changes: Any) -> TrainedRollout
     completion = f"a list, {'fig' * (1 + (index // 2 + group) % 3)} and so on"
     values = {
         "step": step, "group_id": step * GROUPS + group, "rollout_index": index, "actor": "actor-0",
-        "reward": float(index % 2), "outcome": "scored", "finish_reason": "stop", "scoring_seconds": 0.1,
+        "reward": float(index % 2), "outcome": "scored", "finish_reason": "stop",
         "prompt_token_ids": ids(f"Sort these words: {words}\nAnswer:"), "completion_token_ids": ids(completion),
         "weight_spans": (WeightSpan(0, 0, len(completion)),), "loss_mask": np.ones(len(completion), np.bool_),
         "loss_mask_trained": np.ones(len(completion), np.bool_), "task": json.dumps(task), "source": "words",
-        "components": {"format": float(index // 2 % 2), "right": float(index % 2)}, "advantage": index % 2 - 0.5,
+        "reward_components": components(format=index // 2 % 2, right=index % 2), "advantage": index % 2 - 0.5,
     }  # fmt: skip
     values |= changes
     if "completion_token_ids" in changes:
         mask = np.ones(len(values["completion_token_ids"]), np.bool_)
         values |= {"loss_mask": mask, "loss_mask_trained": mask}
-    return TrainedRollout(**values)
+    return trained_rollout(**values)
+
+
+def figures(step: int, rows: Sequence[TrainedRollout]) -> StepFacts:
+    trained = [
+        TrainingRow(rollout=row, loss_mask=row.loss_mask_trained, advantage=row.advantage, loss_weight=1.0)
+        for row in rows
+    ]
+    return step_facts(step, pa.Table.from_batches([encode_batch("run", step, trained)]))
 
 
 def facts_of(rows: Sequence[TrainedRollout], metrics: Sequence[Mapping[str, float]] = ()) -> RunFacts:
@@ -59,7 +73,7 @@ def facts_of(rows: Sequence[TrainedRollout], metrics: Sequence[Mapping[str, floa
     commits = {step: commit_record(step, metrics=dict(at)) for step, at in enumerate(metrics, 1)}
     return RunFacts(
         run=run_record(), commits=commits,
-        evals={}, set_evals={}, steps=tuple(step_facts(step, of_step) for step, of_step in by_step.items()),
+        evals={}, set_evals={}, steps=tuple(figures(step, of_step) for step, of_step in by_step.items()),
         newest_rows=tuple(row for row in rows if row.step >= STEPS.start),
     )  # fmt: skip
 
@@ -126,7 +140,7 @@ PLANTED: dict[str, tuple[Callable[[int, int, int], Mapping[str, Any]], str]] = {
     ),
     "components_disagree": (
         lambda step, group, index: {
-            "components": {"format": float(index != 2), "right": float(index >= 2)}, "reward": 1.0 + (index == 3),
+            "reward_components": components(format=index != 2, right=index >= 2), "reward": 1.0 + (index == 3),
         },
         "rollouts with more of the component format have less of right (correlation -0.58)",
     ),
@@ -155,7 +169,7 @@ def test_a_planted_fault_is_the_only_finding(name):
 
 HARMLESS: dict[str, Callable[[int, int, int], Mapping[str, Any]]] = {
     "a component is a penalty": lambda step, group, index: {
-        "components": {"format": float(index % 2), "right": 1.0 - index % 2}, "reward": 1.0 - 2 * (index % 2),
+        "reward_components": components(format=index % 2, right=1 - index % 2), "reward": 1.0 - 2 * (index % 2),
     },
     "solved but for one group": lambda step, group, index: {
         "reward": 1.0 - (step == 5 and group == 1 and index == 2), "finish_reason": "length",

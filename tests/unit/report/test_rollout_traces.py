@@ -7,29 +7,29 @@ import numpy as np
 from mlflow.exceptions import MlflowException
 
 from pipelinerl_core.report import rollout_traces
-from pipelinerl_core.report.facts import TrainedRollout
 from pipelinerl_core.report.rollout_traces import log_traces, trace_spans
-from pipelinerl_core.types import TurnSpan, WeightSpan
+from pipelinerl_core.types import RewardComponent, TurnSpan, WeightSpan
+from tests.synthetic_run import trained_rollout
 
 
 def codes(text):
     return np.array([ord(letter) for letter in text], dtype=np.int64)
 
 
-def trained_rollout():
+def rollout_with_tool():
     """Prompt "Q", a call of a tool (tokens 0 to 3), its answer (4, 5), an answer (6 to 9); of versions 3 and 4."""
     mask = np.ones(10, dtype=np.bool_)
-    return TrainedRollout(
+    return trained_rollout(
         step=5, group_id=12, rollout_index=3, actor="actor-0", reward=0.5, outcome="scored", finish_reason="stop",
-        scoring_seconds=0.25, prompt_token_ids=codes("Q"), completion_token_ids=codes("call" + "42" + "done"),
+        scored_at=1010.25, prompt_token_ids=codes("Q"), completion_token_ids=codes("call" + "42" + "done"),
         weight_spans=(WeightSpan(3, 0, 4), WeightSpan(4, 4, 10)), loss_mask=mask, loss_mask_trained=mask,
         turn_spans=(TurnSpan(0, 4), TurnSpan(6, 10)), turn_rewards=(0.0, 0.5), task='{"answer": "42"}',
-        components={"exact": 0.5}, advantage=0.1, started_at=1000.0, finished_at=1010.0,
+        reward_components=(RewardComponent("exact", 0.5),), advantage=0.1, started_at=1000.0, finished_at=1010.0,
     )  # fmt: skip
 
 
 def test_turns_tools_reward_and_versions_are_spans():
-    root, first, tool, second, reward = trace_spans(trained_rollout(), chr)
+    root, first, tool, second, reward = trace_spans(rollout_with_tool(), chr)
     assert (root["inputs"], root["outputs"], root["versions"], root["step"]) == ("Q", "call42done", [3, 4], 5)
     assert (first["kind"], first["inputs"], first["outputs"], first["versions"], first["reward"]) == (
         "LLM", "Q", "call", [3], 0.0
@@ -44,14 +44,15 @@ def test_turns_tools_reward_and_versions_are_spans():
 
 def test_a_completion_without_turns_is_one_turn_and_long_texts_are_cut():
     long = np.full(3000, ord("x"))
-    single = replace(trained_rollout(), turn_spans=(), turn_rewards=(), completion_token_ids=long)
+    single = replace(rollout_with_tool(), turn_spans=(), turn_rewards=(), completion_token_ids=long)
     root, turn, _ = trace_spans(single, chr)
     assert len(root["outputs"]) == len(turn["outputs"]) == 2000
     assert (turn["name"], turn["inputs"]) == ("turn 1", "Q")
 
 
 def test_a_component_named_reward_does_not_replace_the_reward():
-    row = replace(trained_rollout(), components={"reward": 0.1, "exact": 0.5})
+    components = (RewardComponent("reward", 0.1), RewardComponent("exact", 0.5))
+    row = replace(rollout_with_tool(), reward_components=components)
     assert trace_spans(row, chr)[-1]["outputs"] == {"reward": 0.5, "exact": 0.5}
 
 
@@ -59,7 +60,7 @@ def test_previews_fit_postgresql_and_a_refused_trace_does_not_stop_the_others(mo
     client, run = MagicMock(), MagicMock()
     client.start_trace.side_effect = [MlflowException("value too long\nSQL"), None]
     monkeypatch.setattr(rollout_traces, "TracingClient", lambda uri: client)
-    row = replace(trained_rollout(), prompt_token_ids=codes("\0" + "a" * 1500))
+    row = replace(rollout_with_tool(), prompt_token_ids=codes("\0" + "a" * 1500))
     log_traces("", run, [row, row], chr)
     (trace,) = client.start_trace.call_args.args
     assert trace.request_preview == "a" * 1000

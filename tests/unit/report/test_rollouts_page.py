@@ -21,7 +21,16 @@ from pipelinerl_core.report.trace import TracedRun, parse_place
 from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.records import commit_key
 from pipelinerl_core.types import WeightSpan
-from tests.synthetic_run import TRAINER_EPOCH, Shape, make_rollout, put_batch, put_record, training_row, write_run
+from tests.synthetic_run import (
+    TRAINER_EPOCH,
+    Shape,
+    make_rollout,
+    put_batch,
+    put_record,
+    trained_rollout,
+    training_row,
+    write_run,
+)
 
 HOSTILE = "<script>alert(1)</script>&\x1b[31m"
 
@@ -29,13 +38,13 @@ HOSTILE = "<script>alert(1)</script>&\x1b[31m"
 def row(index: int, **changes) -> TrainedRollout:
     values = {
         "step": 7, "group_id": index // 4, "rollout_index": index % 4, "actor": "actor-0", "reward": index / 10,
-        "outcome": "scored", "finish_reason": "stop" if index % 2 else "length", "scoring_seconds": 0.1,
+        "outcome": "scored", "finish_reason": "stop" if index % 2 else "length",
         "prompt_token_ids": np.array([65, 66 + index]), "completion_token_ids": np.full(1 + index % 5, 97),
         "weight_spans": (WeightSpan(6 - index % 3, 0, 1 + index % 5),), "loss_mask": np.ones(1 + index % 5, np.bool_),
         "loss_mask_trained": np.ones(1 + index % 5, np.bool_), "task": "{}", "source": "a" if index < 5 else "b",
         "advantage": -float(index),
     }  # fmt: skip
-    return TrainedRollout(**values | changes)
+    return trained_rollout(**values | changes)
 
 
 ROWS = [row(index) for index in range(10)]

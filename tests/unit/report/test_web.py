@@ -226,8 +226,8 @@ def test_a_new_commit_makes_a_new_page_and_reads_no_batch_twice(run, page, monke
     monkeypatch.setattr(live_page, "PAGE_SHARE", 1e9)
     get(f"{page}/")
     read = []
-    real = facts.read_batch
-    monkeypatch.setattr(facts, "read_batch", lambda store, commit: read.append(commit.step) or real(store, commit))
+    real = facts.step_facts
+    monkeypatch.setattr(facts, "step_facts", lambda step, table: read.append(step) or real(step, table))
     run.commit(7)
     assert json.loads(get(f"{page}/status.json"))["page"] == "7/2"
     assert 'data-page="7/2"' in get(f"{page}/")
