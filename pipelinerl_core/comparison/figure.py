@@ -7,13 +7,13 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from html import escape
-from importlib import resources
 from typing import Any
 
 from pipelinerl_core.comparison.analysis import ComparedRun, EvaluatedVersion, learning_curve
 from pipelinerl_core.comparison.table import EMULATED, seeds_text
 from pipelinerl_core.report import charts
-from pipelinerl_core.report.charts import Axis, Point, Series
+from pipelinerl_core.report.charts import Axis, Point, Series, smooth, thousands
+from pipelinerl_core.report.markup import template
 from pipelinerl_core.run.records import Commit
 
 NUM_COLOURS = 10
@@ -24,8 +24,8 @@ _GAP, _TITLE, _CAPTION = 24.0, 34.0, 18.0
 _LEGEND_ROW, _LEGEND_COLUMN = 20.0, 266.0
 _MARK, _CHARACTER = 18.0, 7.0
 _COLUMNS = 2
-# Width of the moving average over steps, because values of single steps are noisy.
-_SMOOTH_STEPS = 5
+# Steps at each side of a moving mean over steps, because values of single steps are noisy.
+_SMOOTH_SIDE = 2
 
 
 def figure(document: Mapping[str, Any], runs: Sequence[ComparedRun]) -> str:
@@ -56,10 +56,9 @@ def figure(document: Mapping[str, Any], runs: Sequence[ComparedRun]) -> str:
         )
     height = top + -(-len(panels) // _COLUMNS) * (_PANEL_HEIGHT + _CAPTION + _GAP)
     title = figure_title(document)
-    css = (resources.files("pipelinerl_core.report") / "templates" / "comparison.css").read_text(encoding="utf-8")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="comparison" viewBox="0 0 {width:g} {height:g}" role="img" '
-        f'aria-label="{escape(title, quote=True)}"><style>{css}</style>'
+        f'aria-label="{escape(title, quote=True)}"><style>{template("comparison.css")}</style>'
         f'<text class="title" x="0" y="18">{escape(title)}</text>{"".join(parts)}</svg>'
     )
 
@@ -139,7 +138,7 @@ def _per_step(label: str, key: str, arms: Sequence[str], runs: Sequence[Compared
             for step, value in _metric(run.commits, key):
                 by_step.setdefault(step, []).append(value)
         points = [(float(step), statistics.fmean(values)) for step, values in sorted(by_step.items())]
-        series.append(Series(arm, _smooth(points), _css(index)))
+        series.append(Series(arm, smooth(points, _SMOOTH_SIDE), _css(index)))
     return charts.line_chart(f"{label} per step", series, Axis("optimizer step", is_whole=True), Axis(label))
 
 
@@ -151,18 +150,5 @@ def _metric(commits: Mapping[int, Commit], key: str) -> list[tuple[int, float]]:
     return [(step, commit.metrics[key]) for step, commit in sorted(commits.items()) if key in commit.metrics]
 
 
-def _smooth(points: Sequence[Point]) -> list[Point]:
-    """Centred moving mean, shorter at the ends."""
-    half = _SMOOTH_STEPS // 2
-    values = [y for _, y in points]
-    return [
-        (x, statistics.fmean(values[max(0, index - half) : index + half + 1])) for index, (x, _) in enumerate(points)
-    ]
-
-
-def _thousands(value: float) -> str:
-    return f"{value / 1000:g}k" if abs(value) >= 10_000 else f"{value:g}"
-
-
-_SECONDS = Axis("seconds since the first actor could start", text=_thousands, low=0.0)
-_SAMPLES = Axis("rollouts trained", text=_thousands, low=0.0)
+_SECONDS = Axis("seconds since the first actor could start", text=thousands, low=0.0)
+_SAMPLES = Axis("rollouts trained", text=thousands, low=0.0)

@@ -3,21 +3,18 @@
 import string
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib import resources
 from typing import Any
 
 from pipelinerl_core.comparison import table
 from pipelinerl_core.comparison.figure import figure_title
-
-_TEMPLATES = resources.files("pipelinerl_core.report") / "templates"
+from pipelinerl_core.report.markup import table_row, template
 
 
 def page(document: Mapping[str, Any], figure: str) -> str:
     """HTML text of the page. `document` is comparison.json, `figure` comparison.svg."""
-    template = string.Template((_TEMPLATES / "comparison.html").read_text(encoding="utf-8"))
-    return template.substitute(
+    return string.Template(template("comparison.html")).substitute(
         title=escape(figure_title(document)),
-        css=(_TEMPLATES / "report.css").read_text(encoding="utf-8"),
+        css=template("report.css"),
         lead=escape(lead(document)),
         notes="".join(f"<li>{escape(line)}</li>" for line in table.notes(document)),
         caption=escape(table.caption(document)),
@@ -50,23 +47,22 @@ def lead(document: Mapping[str, Any]) -> str:
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    body = "".join(table_row(map(escape, row)) for row in rows)
+    return f"<thead>{table_row(map(escape, names), 'th')}</thead><tbody>{body}</tbody>"
 
 
 def _run_row(run: Mapping[str, Any], settings: Mapping[str, Sequence[str]]) -> str:
     figures = run["figures"]
+    name = escape(run["run_id"])
     cells = [
-        run["run_id"],
+        f'<a href="../../{name}/report.html">{name}</a>',
         _number(figures["steps"], "{:.0f}"),
         _number(figures["seconds"], "{:.0f}"),
         _number(figures["last_accuracy"], "{:.3f}"),
         _number(figures["best_accuracy"], "{:.3f}"),
-        " ".join(settings[run["arm"]]),
+        escape(" ".join(settings[run["arm"]])),
     ]
-    link = f'<a href="../../{escape(run["run_id"], quote=True)}/report.html">{escape(cells[0])}</a>'
-    return f"<tr><td>{link}</td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells[1:])}</tr>"
+    return table_row(cells)
 
 
 def _number(value: float | None, form: str) -> str:

@@ -8,9 +8,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from importlib import resources
 
 import numpy as np
+
+from pipelinerl_core.report.markup import template
 
 MAX_POINTS = 400
 """Of a line; a line with more is unreadable."""
@@ -103,13 +104,12 @@ def line_chart(
 
 def as_file(chart: str, series: Sequence[Series]) -> str:
     """A chart as an SVG document of its own, with its styles and the names of its series."""
-    css = (resources.files("pipelinerl_core.report") / "templates" / "report.css").read_text(encoding="utf-8")
     legend = "".join(
         f'<text class="{line.css}" x="60" y="{24 + 13 * index}" style="fill: var(--tone)">{escape(line.name)}</text>'
         for index, line in enumerate(series)
     )
     chart = chart.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1).replace("</svg>", f"{legend}</svg>")
-    return chart.replace(">", f"><style>{css}</style>", 1)
+    return chart.replace(">", f"><style>{template('report.css')}</style>", 1)
 
 
 def bar_chart(
@@ -207,13 +207,21 @@ def area_chart(
     return _svg(title, parts, _HEIGHT)
 
 
-def smooth(points: Sequence[Point]) -> list[Point]:
-    """Centred moving mean over a twentieth of the points, at least three, shorter at the ends."""
-    half = max(1, len(points) // 40)
+def smooth(points: Sequence[Point], half: int | None = None) -> list[Point]:
+    """Centred moving mean over `half` points at each side, shorter at the ends.
+
+    half: None: so many that the mean is over a twentieth of the points, at least three.
+    """
+    half = max(1, len(points) // 40) if half is None else half
     values = [y for _, y in points]
     return [
         (x, float(np.mean(values[max(0, index - half) : index + half + 1]))) for index, (x, _) in enumerate(points)
     ]
+
+
+def thousands(value: float) -> str:
+    """A number for an axis. Example: 12000.0 -> 12k."""
+    return f"{value / 1000:g}k" if abs(value) >= 10_000 else f"{value:g}"
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:

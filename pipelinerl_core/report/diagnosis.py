@@ -392,8 +392,7 @@ def _common(newest: _Newest, indices: Sequence[int]) -> str:
 
 
 def _no_entropy(newest: _Newest) -> Finding | None:
-    commits = newest.facts.trained_commits
-    values = [commit.metrics["policy/entropy"] for commit in commits if "policy/entropy" in commit.metrics]
+    values = [value for _, value in newest.facts.metric("policy/entropy")]
     if len(values) < 2 * _ENTROPY_STEPS:
         return None
     first, last = fmean(values[:_ENTROPY_STEPS]), fmean(values[-_ENTROPY_STEPS:])

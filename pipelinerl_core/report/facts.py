@@ -121,6 +121,10 @@ class RunFacts:
         """Commits of optimizer steps: all but the initial weights."""
         return [commit for step, commit in self.commits.items() if step > 0]
 
+    def metric(self, name: str) -> list[tuple[float, float]]:
+        """(step, value) of a metric, at the steps that have it."""
+        return [(float(each.step), each.metrics[name]) for each in self.trained_commits if name in each.metrics]
+
 
 @dataclass(slots=True, eq=False)
 class RunCache:

@@ -7,7 +7,7 @@ from html import escape
 import numpy as np
 
 from pipelinerl_core.report import charts
-from pipelinerl_core.report.charts import MAX_POINTS, Axis, Lane, Point, Series, smooth, thinned
+from pipelinerl_core.report.charts import MAX_POINTS, Axis, Lane, Point, Series, smooth, thinned, thousands
 from pipelinerl_core.report.document import swaps_of, total_lags
 from pipelinerl_core.report.facts import RunFacts, StepFacts
 from pipelinerl_core.report.utilization import stretches, wait_seconds
@@ -59,7 +59,7 @@ def reward_over_samples(facts: RunFacts) -> str:
         totals[step.step] = totals[max(totals)] + len(step.lengths)
     points = [(float(totals[step.step]), float(step.rewards.mean())) for step in _scored(facts)]
     held_out = [(float(totals[step]), record) for step, record in facts.evals.items() if step in totals]
-    axis = Axis("rollouts trained", text=_count, low=0.0)
+    axis = Axis("rollouts trained", text=thousands, low=0.0)
     return _learning("Reward against rollouts trained", [points], held_out, axis)
 
 
@@ -86,15 +86,15 @@ def length_histogram(facts: RunFacts) -> str:
         (left, right, num, f"{left:g} to {right - 1:g} tokens: {num:,} rollouts")
         for left, right, num in zip(edges.tolist(), edges[1:].tolist(), counts.tolist(), strict=False)
     ]
-    axis = Axis("completion tokens", text=_count, is_whole=True)
-    return charts.bar_chart("Completion length", bars, axis, Axis("rollouts", text=_count), css="generate")
+    axis = Axis("completion tokens", text=thousands, is_whole=True)
+    return charts.bar_chart("Completion length", bars, axis, Axis("rollouts", text=thousands), css="generate")
 
 
 def swap_pauses(facts: RunFacts) -> str:
     """Pause of the engine at every swap, in milliseconds."""
     swaps = swaps_of(list(facts.commits.values()))
     points = [(swap.at - facts.run.created_at, swap.pause_seconds * 1000) for swap in swaps]
-    axis = Axis("seconds since the run was created", text=_count)
+    axis = Axis("seconds since the run was created", text=thousands)
     series = [Series("pause, ms", _worst(points), "swap", kind="dots")]
     return charts.line_chart("Swap pauses", series, axis, Axis("milliseconds", text=lambda y: f"{y:g} ms", low=0.0))
 
@@ -104,7 +104,7 @@ def reward_components(facts: RunFacts) -> str:
     names = sorted(
         {name for commit in facts.trained_commits for name in commit.metrics if name.startswith("reward/")}
     )
-    curves = {name.removeprefix("reward/"): _metric(facts, name) for name in names if name not in _WHOLE_REWARD}
+    curves = {name.removeprefix("reward/"): facts.metric(name) for name in names if name not in _WHOLE_REWARD}
     if not curves:
         return ""
     colours = list(zip(curves, itertools.cycle(_EVAL_CSS), strict=False))
@@ -122,9 +122,9 @@ def policy_curves(facts: RunFacts) -> str:
     """Entropy, completion length and divergence from the start, those that the run has."""
     lengths = [(float(step.step), float(step.lengths.mean())) for step in facts.steps if len(step.lengths)]
     curves = {
-        "Entropy of the policy, nats per token": _metric(facts, "policy/entropy"),
+        "Entropy of the policy, nats per token": facts.metric("policy/entropy"),
         "Completion length, mean tokens": lengths,
-        "Divergence from version 0, nats per token": _metric(facts, "policy/kl_start"),
+        "Divergence from version 0, nats per token": facts.metric("policy/kl_start"),
     }
     figures = []
     for title, points in curves.items():
@@ -136,14 +136,9 @@ def policy_curves(facts: RunFacts) -> str:
     return "".join(figures)
 
 
-def _metric(facts: RunFacts, name: str) -> list[Point]:
-    """(step, value) of a metric at the steps that have it."""
-    return [(float(commit.step), commit.metrics[name]) for commit in facts.trained_commits if name in commit.metrics]
-
-
 def effective_sample_size(facts: RunFacts) -> str:
     """ESS per step."""
-    points = _metric(facts, "importance/ess")
+    points = facts.metric("importance/ess")
     low = min(0.8, min((y for _, y in points), default=0.8))
     series = [Series("ESS", thinned(points), "train")]
     return charts.line_chart(
@@ -300,7 +295,3 @@ def _scored(facts: RunFacts) -> list[StepFacts]:
 
 def _percent(value: float) -> str:
     return f"{value * 100:g}%"
-
-
-def _count(value: float) -> str:
-    return f"{value / 1000:g}k" if abs(value) >= 10_000 else f"{value:g}"

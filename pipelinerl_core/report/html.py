@@ -6,7 +6,6 @@ import string
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
-from importlib import resources
 from typing import Any
 
 from pipelinerl_core.interfaces import ObjectStore
@@ -14,6 +13,7 @@ from pipelinerl_core.report import charts, figures, samples
 from pipelinerl_core.report.document import held_out_name, report_of, weights_table
 from pipelinerl_core.report.equal_rewards import example_of
 from pipelinerl_core.report.facts import RunFacts, collect
+from pipelinerl_core.report.markup import table_row, template
 from pipelinerl_core.report.parts import parts_section
 from pipelinerl_core.report.samples import Decode
 from pipelinerl_core.run.records import REPORT_HTML_KEY, REPORT_JSON_KEY, WEIGHTS_TABLE_KEY
@@ -21,17 +21,16 @@ from pipelinerl_core.telemetry.redact import flatten, redact
 
 # Texts of rollouts below a finding.
 _SHOWN_ROLLOUTS = 2
-_TEMPLATES = resources.files("pipelinerl_core.report") / "templates"
 
 
 def styles() -> str:
     """The text of the page's style element."""
-    return (_TEMPLATES / "report.css").read_text(encoding="utf-8")
+    return template("report.css")
 
 
 def served_styles() -> str:
     """The text of the second style element of the pages that `pipelinerl serve` shows."""
-    return (_TEMPLATES / "served.css").read_text(encoding="utf-8")
+    return template("served.css")
 
 
 def write_report(store: ObjectStore, *, decode: Decode | None = None) -> dict[str, Any]:
@@ -68,8 +67,7 @@ def _page(
     has_browser: bool = False,
 ) -> str:
     decode = decode or samples.token_decoder(facts.run.model_path)
-    page = string.Template((_TEMPLATES / "report.html").read_text(encoding="utf-8"))
-    return page.substitute(
+    return string.Template(template("report.html")).substitute(
         css=styles(),
         run_id=escape(facts.run.run_id),
         summary=_summary(report),
@@ -102,9 +100,7 @@ def _page(
 
 def _example(example: Mapping[str, str] | None) -> str:
     """A completion beside its reference answer; empty unless all rewards are equal."""
-    rows = "".join(
-        f"<tr><td>{name}</td><td><pre>{escape(text)}</pre></td></tr>" for name, text in (example or {}).items()
-    )
+    rows = "".join(table_row((name, f"<pre>{escape(text)}</pre>")) for name, text in (example or {}).items())
     return f'<table class="example"><tbody>{rows}</tbody></table>' if rows else ""
 
 
@@ -253,7 +249,7 @@ def _length_bias(ledger: Mapping[str, int], length_bias: Mapping[str, Any]) -> s
         return ""
     total = ledger.get("generated", 0)
     heads = ("class", "tokens", "share", "mean length", "first third", "last third")
-    rows = ["".join(f"<th>{head}</th>" for head in heads)]
+    rows = [table_row(heads, "th")]
     for name in [*_classes(ledger), "generated"]:
         num, length_class = ledger.get(name, 0), length_bias["classes"].get(name, {})
         cells = [
@@ -264,8 +260,7 @@ def _length_bias(ledger: Mapping[str, int], length_bias: Mapping[str, Any]) -> s
             _number(length_class.get("first_third"), "{:.1%}"),
             _number(length_class.get("last_third"), "{:.1%}"),
         ]
-        tag = "th" if name == "generated" else "td"
-        rows.append("".join(f"<{tag}>{cell}</{tag}>" for cell in cells))
+        rows.append(table_row(cells, "th" if name == "generated" else "td"))
     is_balanced = sum(ledger[name] for name in _classes(ledger)) == total
     verdict = (
         "The classes account for every generated token."
@@ -274,8 +269,7 @@ def _length_bias(ledger: Mapping[str, int], length_bias: Mapping[str, Any]) -> s
     )
     if length_bias["bias"] is not None:
         verdict += f" Trained over generated mean length: {length_bias['bias']:.2f}."
-    table = "".join(f"<tr>{row}</tr>" for row in rows)
-    return f'<table class="ledger"><tbody>{table}</tbody></table><p>{verdict}</p>'
+    return f'<table class="ledger"><tbody>{"".join(rows)}</tbody></table><p>{verdict}</p>'
 
 
 def _classes(ledger: Mapping[str, int]) -> list[str]:
@@ -290,7 +284,7 @@ def _css(name: str) -> str:
 
 def _configuration(config: Mapping[str, Any]) -> str:
     flat = redact(flatten(config))
-    return "".join(f"<tr><td>{escape(key)}</td><td>{escape(value)}</td></tr>" for key, value in sorted(flat.items()))
+    return "".join(table_row(map(escape, setting)) for setting in sorted(flat.items()))
 
 
 def duration(seconds: float) -> str:

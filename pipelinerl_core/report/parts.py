@@ -6,8 +6,9 @@ from html import escape
 from typing import Any
 
 from pipelinerl_core.report import charts
-from pipelinerl_core.report.charts import Axis, Point, Series, smooth, thinned
+from pipelinerl_core.report.charts import Axis, Series, smooth, thinned
 from pipelinerl_core.report.facts import RunFacts
+from pipelinerl_core.report.markup import table_row
 from pipelinerl_core.telemetry.parts import FATES, PREFIX, parts_of
 
 _CSS = ("train", "held", "generate", "swap", "commit", "again", "wait", "other")
@@ -37,7 +38,7 @@ def parts_report(facts: RunFacts) -> dict[str, dict[str, Any]]:
 
 
 def _first_and_last(facts: RunFacts, name: str, key: str) -> dict[str, float | None]:
-    values = [value for _, value in _points(facts, name, key)]
+    values = [value for _, value in facts.metric(f"{PREFIX}{name}/{key}")]
     window = max(1, min(_WINDOW, len(values) // 10))
     return {
         f"{key}_{end}": sum(some) / len(some) if some else None
@@ -45,18 +46,12 @@ def _first_and_last(facts: RunFacts, name: str, key: str) -> dict[str, float | N
     }
 
 
-def _points(facts: RunFacts, name: str, key: str) -> list[Point]:
-    """(step, value) of a metric of a part, where the part has one."""
-    full = f"{PREFIX}{name}/{key}"
-    return [(float(commit.step), commit.metrics[full]) for commit in facts.trained_commits if full in commit.metrics]
-
-
 def parts_section(facts: RunFacts, parts: Mapping[str, Mapping[str, Any]]) -> str:
     """A table of the parts and the curves of their rewards; empty without a mixture."""
     if not parts:
         return ""
     heads = ("part", "share", *FATES, "reward", "length", "held-out", "error")
-    rows = ["".join(f"<th>{escape(head.replace('_', ' '))}</th>" for head in heads)]
+    rows = [table_row((escape(head.replace("_", " ")) for head in heads), "th")]
     for (name, part), css in zip(parts.items(), itertools.cycle(_CSS), strict=False):
         cells = [
             f'<i class="key {css}"></i>{escape(name)}',
@@ -67,22 +62,22 @@ def parts_section(facts: RunFacts, parts: Mapping[str, Mapping[str, Any]]) -> st
             _change(part["eval_first"], part["eval_last"], ".1%"),
             escape(part["eval_error"]),
         ]
-        rows.append("".join(f"<td>{cell}</td>" for cell in cells))
-    table = "".join(f"<tr>{row}</tr>" for row in rows)
+        rows.append(table_row(cells))
     return (
         "<section><h2>Mixture</h2><p>The parts of the mixture: share of the groups by weight, groups by fate, and "
         "the first and last mean of reward, length and held-out accuracy. Failed groups have fewer than two rewards; "
         "filtered groups have equal rewards.</p>"
-        f'<table class="ledger"><tbody>{table}</tbody></table>'
+        f'<table class="ledger"><tbody>{"".join(rows)}</tbody></table>'
         "<figure><figcaption>Reward per part, moving mean</figcaption>"
         f"{_curves(facts, parts)}</figure></section>"
     )
 
 
 def _curves(facts: RunFacts, parts: Mapping[str, Any]) -> str:
-    series = []
-    for name, css in zip(parts, itertools.cycle(_CSS), strict=False):
-        series.append(Series(name, thinned(smooth(_points(facts, name, "reward"))), css))
+    series = [
+        Series(name, thinned(smooth(facts.metric(f"{PREFIX}{name}/reward"))), css)
+        for name, css in zip(parts, itertools.cycle(_CSS), strict=False)
+    ]
     return charts.line_chart("Reward per part", series, Axis("optimizer step", is_whole=True), Axis("reward"))
 
 

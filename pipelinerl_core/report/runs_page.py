@@ -5,6 +5,7 @@ from html import escape
 from urllib.parse import quote, urlencode
 
 from pipelinerl_core.report.html import duration, served_styles, styles
+from pipelinerl_core.report.markup import table_row
 from pipelinerl_core.report.run_list import SORTS, STATES, ListedRun, Wanted, age
 
 SCRIPT = """
@@ -86,11 +87,8 @@ def _table(runs: Sequence[ListedRun], query: Mapping[str, str], sort: str) -> st
         text = "No run matches." if any(query.values()) else "No runs yet. Start one with `pipelinerl train`."
         return f'<p id="runs" class="empty">{text}</p>'
     kept = {name: value for name, value in query.items() if value}
-    heads = "".join(f"<th>{_head(key, name, kept, sort)}</th>" for key, name in _HEADS)
-    rows = "".join(f"<tr>{_row(run)}</tr>" for run in runs)
-    return (
-        f'<div id="runs" class="wide-table"><table class="runs"><tbody><tr>{heads}</tr>{rows}</tbody></table></div>'
-    )
+    rows = table_row((_head(key, name, kept, sort) for key, name in _HEADS), "th") + "".join(map(_row, runs))
+    return f'<div id="runs" class="wide-table"><table class="runs"><tbody>{rows}</tbody></table></div>'
 
 
 def _head(key: str, name: str, query: Mapping[str, str], sort: str) -> str:
@@ -122,4 +120,4 @@ def _row(run: ListedRun) -> str:
         tags,
         age(run.created_at),
     ]
-    return "".join(f"<td>{cell}</td>" for cell in cells)
+    return table_row(cells)

@@ -15,6 +15,7 @@ from pipelinerl_core.errors import BrokenRecord, ChecksumMismatch, MissingObject
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.models.paths import resolve_model_path
 from pipelinerl_core.report.facts import RunFacts, TrainedRollout, read_batch
+from pipelinerl_core.report.markup import table_row
 from pipelinerl_core.rollouts.task_columns import task_columns
 from pipelinerl_core.run.records import Commit, EvalRecord
 from pipelinerl_core.types import TurnSpan
@@ -137,9 +138,7 @@ def evaluation_table(facts: RunFacts) -> str:
     }
     cells = {head: [text(record) for record in records] for head, text in columns.items()}
     shown = {escape(head): column for head, column in cells.items() if any(column)}
-    rows = ["".join(f"<th>{head}</th>" for head in shown)]
-    rows += ["".join(f"<td>{cell}</td>" for cell in row) for row in zip(*shown.values(), strict=True)]
-    table = "".join(f"<tr>{row}</tr>" for row in rows)
+    table = table_row(shown, "th") + "".join(map(table_row, zip(*shown.values(), strict=True)))
     return f'<table class="ledger"><tbody>{table}</tbody></table>' if records else ""
 
 

@@ -9,6 +9,7 @@ from pipelinerl_core.report.charts import Axis, Point, Series, line_chart, smoot
 from pipelinerl_core.report.document import report_of
 from pipelinerl_core.report.facts import RunFacts
 from pipelinerl_core.report.html import duration
+from pipelinerl_core.report.markup import table_row
 from pipelinerl_core.report.runs_page import document
 from pipelinerl_core.telemetry.redact import flatten, redact
 
@@ -114,6 +115,5 @@ def _settings(facts: Sequence[RunFacts]) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], css: str) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="wide-table"><table class="{css}"><tbody><tr>{head}</tr>{body}</tbody></table></div>'
+    body = table_row(map(escape, heads), "th") + "".join(table_row(map(escape, row)) for row in rows)
+    return f'<div class="wide-table"><table class="{css}"><tbody>{body}</tbody></table></div>'
