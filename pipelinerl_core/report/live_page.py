@@ -15,7 +15,7 @@ from pipelinerl_core.report.diagnosis import text_decoder
 from pipelinerl_core.report.facts import RunCache, RunFacts, collect, own_copy, read_batch
 from pipelinerl_core.report.html import page_of, served_styles
 from pipelinerl_core.report.live_view import status_line, status_of
-from pipelinerl_core.report.rollout_search import RolloutSearch
+from pipelinerl_core.report.rollout_search import search
 from pipelinerl_core.report.rollouts_page import Listing, WantedRollouts, listing_of, rollout_page, rollouts_page
 from pipelinerl_core.report.samples import Decode
 from pipelinerl_core.report.scrape_targets import role_progress, targets
@@ -72,7 +72,6 @@ class LivePage:
         self._cache = RunCache()
         self._lock = threading.Lock()
         self._browser_lock = threading.Lock()
-        self._search = RolloutSearch(store)
         self._traced: TracedRun | None = None
         self._traced_at = 0.0
         self._status: dict[str, Any] = {}
@@ -134,7 +133,7 @@ class LivePage:
         return rollouts_page(self._run_id, steps, listings, wanted, self._decode, problem)
 
     def _search_listing(self, wanted: WantedRollouts) -> Listing:
-        matches = self._search.find(wanted)
+        matches = search(self._store, wanted)
         keys, rows = set(matches.keys), {}
         for step in sorted({step for step, _, _ in keys}):
             for row in read_batch(self._store, self._commit(step)):

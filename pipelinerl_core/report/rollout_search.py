@@ -35,33 +35,27 @@ class Matches(NamedTuple):
     """On all pages."""
 
 
-class RolloutSearch:
-    """Searches a run; thread-safe, one search of this process at a time."""
+def search(store: ObjectStore, wanted: WantedRollouts) -> Matches:
+    """The rollouts of the wanted page; one search of this process at a time.
 
-    def __init__(self, store: ObjectStore) -> None:
-        self._store = store
-
-    def find(self, wanted: WantedRollouts) -> Matches:
-        """The rollouts of the wanted page.
-
-        Raises ConfigError for an error in `where`, without the package duckdb, and after SECONDS; StoreError.
-        """
-        begin = (wanted.number - 1) * PAGE_ROLLOUTS
-        direction = "desc nulls last" if wanted.sort.startswith("-") else "asc nulls first"
-        order = f"{_SORTS[wanted.sort.removeprefix('-')]} {direction}, step, position"
-        selected = f"from rollouts where {' and '.join(_conditions(wanted))}"
-        page = f"{selected} order by {order} limit {PAGE_ROLLOUTS} offset {begin}"
-        if not _LOCK.acquire(timeout=SECONDS):
-            raise ConfigError("other searches are running: try again in a minute")
-        try:
-            with Database([self._store]) as database:
-                database.check_condition(wanted.where or "true")
-                total = database.first(f"select count(*) as total {selected}", SECONDS)
-                rows = database.table(f"select step, group_id, rollout_index {page}", SECONDS).to_pylist()
-        finally:
-            _LOCK.release()
-        keys = [(row["step"], row["group_id"], row["rollout_index"]) for row in rows]
-        return Matches(keys, total["total"] if total else 0)
+    Raises ConfigError for an error in `where`, without the package duckdb, and after SECONDS; StoreError.
+    """
+    begin = (wanted.number - 1) * PAGE_ROLLOUTS
+    direction = "desc nulls last" if wanted.sort.startswith("-") else "asc nulls first"
+    order = f"{_SORTS[wanted.sort.removeprefix('-')]} {direction}, step, position"
+    selected = f"from rollouts where {' and '.join(_conditions(wanted))}"
+    page = f"{selected} order by {order} limit {PAGE_ROLLOUTS} offset {begin}"
+    if not _LOCK.acquire(timeout=SECONDS):
+        raise ConfigError("other searches are running: try again in a minute")
+    try:
+        with Database([store]) as database:
+            database.check_condition(wanted.where or "true")
+            total = database.first(f"select count(*) as total {selected}", SECONDS)
+            rows = database.table(f"select step, group_id, rollout_index {page}", SECONDS).to_pylist()
+    finally:
+        _LOCK.release()
+    keys = [(row["step"], row["group_id"], row["rollout_index"]) for row in rows]
+    return Matches(keys, total["total"] if total else 0)
 
 
 def _conditions(wanted: WantedRollouts) -> Iterator[str]:

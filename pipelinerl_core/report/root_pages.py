@@ -3,9 +3,9 @@
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, StoreUnavailable
 from pipelinerl_core.interfaces import ObjectStore
@@ -21,6 +21,7 @@ from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.telemetry.role_metrics import runs_exposition
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LIST_SECONDS = 5.0
 """Largest age of the list; up to MOST_LIST_SECONDS if reading the list takes longer (PAGE_SHARE)."""
@@ -121,14 +122,8 @@ class RootPages:
 
     def _status(self, run: ListedRun) -> tuple[str, dict[str, Any] | None]:
         """The name of the run in metrics, which is its directory (two copies of a run have one id); its status."""
-        if run.state == "unreadable":
-            return run.name, None
-        try:
-            status = self.run(run.name).status()
-        except StoreUnavailable:
-            raise
-        except (StoreError, ConfigError) as error:
-            logger.warning("%s: %s", run.name, error)
+        status = self._read(run, LivePage.status)
+        if status is None:
             return run.name, None
         # A page that was just opened cannot know yet that a hub on another host is dead.
         state = status["state"] if run.state == "running" else run.state
@@ -136,13 +131,17 @@ class RootPages:
         return run.name, {**status, "run_id": run.name, "state": state, "info": info}
 
     def _targets(self, run: ListedRun) -> list[dict[str, Any]]:
+        return self._read(run, LivePage.targets) or []
+
+    def _read(self, run: ListedRun, read: Callable[[LivePage], T]) -> T | None:
+        """What `read` makes of the page of a run; None for a run that cannot be read: the other runs are scraped."""
         try:
-            return [] if run.state == "unreadable" else self.run(run.name).targets()
+            return None if run.state == "unreadable" else read(self.run(run.name))
         except StoreUnavailable:
             raise
-        except (StoreError, ConfigError) as error:  # the other runs are scraped
+        except (StoreError, ConfigError) as error:
             logger.warning("%s: %s", run.name, error)
-            return []
+            return None
 
 
 def _open_page(url: str) -> LivePage:

@@ -316,7 +316,11 @@ def run_table(runs: Sequence[ListedRun], now: float | None = None) -> list[str]:
             )
         )
     empty = {number for number in range(len(rows[0])) if not any(row[number] for row in rows[1:])}
-    rows = [tuple(cell for number, cell in enumerate(row) if number not in empty) for row in rows]
+    return aligned([[cell for number, cell in enumerate(row) if number not in empty] for row in rows])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows of a table as lines, with two spaces between its columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 

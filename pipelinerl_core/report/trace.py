@@ -48,7 +48,7 @@ def parse_place(text: str) -> Place:
             f"{text!r}: give GROUP, GROUP.ROLLOUT, GROUP.ROLLOUT:TOKEN or vVERSION, for example 12.3:40"
         )
     values = {name: None if value is None else int(value) for name, value in match.groupdict().items()}
-    return Place(**{name: values[name] for name in Place._fields})
+    return Place(**values)
 
 
 def trace(store: ObjectStore, place: Place) -> dict[str, Any]:

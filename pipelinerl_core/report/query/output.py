@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.report.run_list import aligned
 
 _CELL_CHARS = 60
 
@@ -23,10 +24,8 @@ def table_lines(result: pa.RecordBatchReader, limit: int) -> list[str]:
         shown += _rows(wanted)
         num_rows += batch.num_rows
     rows = [[_cell(name) for name in result.schema.names], *([_cell(value) for value in row] for row in shown)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     more = f", of which {len(shown):,} are shown (--limit)" if len(shown) < num_rows else ""
-    return [*lines, f"{num_rows:,} row{'' if num_rows == 1 else 's'}{more}"]
+    return [*aligned(rows), f"{num_rows:,} row{'' if num_rows == 1 else 's'}{more}"]
 
 
 def csv_parts(result: pa.RecordBatchReader) -> Iterator[str]:

@@ -10,7 +10,7 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.report import rollout_search
 from pipelinerl_core.report.live_page import LivePage
 from pipelinerl_core.report.query.reader import RunReader
-from pipelinerl_core.report.rollout_search import RolloutSearch
+from pipelinerl_core.report.rollout_search import search
 from pipelinerl_core.report.rollouts_page import PAGE_ROLLOUTS, SORTS, WantedRollouts
 from pipelinerl_core.storage.object_store import open_store
 from tests.unit.report.query_case import GROUPS, SIZE, STEPS, TRAINED, write_query_run
@@ -25,11 +25,6 @@ def store(prepared_model, tmp_path_factory):
 
 
 stored_rows = RunReader.stored_rows
-
-
-@pytest.fixture(scope="module")
-def search(store):
-    return RolloutSearch(store)
 
 
 @pytest.mark.parametrize(
@@ -48,19 +43,19 @@ def search(store):
     ],
     ids=str,
 )
-def test_rollouts_of_all_steps_are_found(search, wanted, expected):
-    matches = search.find(WantedRollouts(**{"step": "all"} | wanted))
+def test_rollouts_of_all_steps_are_found(store, wanted, expected):
+    matches = search(store, WantedRollouts(**{"step": "all"} | wanted))
     assert matches.num_selected == expected
     assert len(matches.keys) == min(expected, PAGE_ROLLOUTS)
 
 
 @pytest.mark.parametrize("sort", [sign + name for name in SORTS for sign in ("", "-")])
-def test_every_order_of_a_step_is_an_order_of_all_steps(search, sort):
-    assert search.find(WantedRollouts(step="all", sort=sort)).num_selected == TRAINED
+def test_every_order_of_a_step_is_an_order_of_all_steps(store, sort):
+    assert search(store, WantedRollouts(step="all", sort=sort)).num_selected == TRAINED
 
 
-def test_pages_follow_each_other_in_order(search):
-    pages = [search.find(WantedRollouts(step="all", sort="-step", page=str(page))).keys for page in (1, 2)]
+def test_pages_follow_each_other_in_order(store):
+    pages = [search(store, WantedRollouts(step="all", sort="-step", page=str(page))).keys for page in (1, 2)]
     steps = [key[0] for page in pages for key in page]
     assert steps == sorted(steps, reverse=True)
     assert len({key for page in pages for key in page}) == 2 * PAGE_ROLLOUTS
@@ -81,10 +76,10 @@ def test_a_search_has_a_deadline(store, monkeypatch):
     monkeypatch.setattr(rollout_search, "SECONDS", 0.3)
     slow = "(select sum(a.range * b.range) from range(1000000) a, range(1000000) b) > 0"
     with pytest.raises(ConfigError, match="takes longer than"):
-        RolloutSearch(store).find(WantedRollouts(step="all", where=slow))
+        search(store, WantedRollouts(step="all", where=slow))
     monkeypatch.setattr(RunReader, "stored_rows", lambda reader: time.sleep(0.5) or stored_rows(reader))
     with pytest.raises(ConfigError, match="takes longer than"):  # the time passes before DuckDB begins
-        RolloutSearch(store).find(WantedRollouts(step="all", where=slow))
+        search(store, WantedRollouts(step="all", where=slow))
 
 
 def test_the_page_shows_the_rows_of_all_steps_and_two_steps_side_by_side(store):
