@@ -9,7 +9,6 @@ Tokens of unfinished groups are in no class: their completion lengths are not kn
 """
 
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import dataclass, field
 
 from pipelinerl_core.types import LengthTotals
@@ -21,35 +20,11 @@ READY = "ready"
 
 
 @dataclass(slots=True)
-class _Sums:
-    """A mutable LengthTotals."""
-
-    num_tokens: int = 0
-    first_third: int = 0
-    last_third: int = 0
-    length_sum: int = 0
-
-    def add(self, lengths: LengthTotals) -> None:
-        self.num_tokens += lengths.num_tokens
-        self.first_third += lengths.first_third
-        self.last_third += lengths.last_third
-        self.length_sum += lengths.length_sum
-
-    def totals(self) -> LengthTotals:
-        return LengthTotals(
-            num_tokens=self.num_tokens,
-            first_third=self.first_third,
-            last_third=self.last_third,
-            length_sum=self.length_sum,
-        )
-
-
-@dataclass(slots=True)
 class LengthMeter:
     """Totals of arrived tokens, and of decided tokens by class."""
 
-    _arrived: _Sums = field(default_factory=_Sums)
-    _decided: dict[str, _Sums] = field(default_factory=dict)
+    arrived: LengthTotals = field(default_factory=LengthTotals)
+    _decided: dict[str, LengthTotals] = field(default_factory=dict)
 
     @classmethod
     def restore(cls, lengths: Mapping[str, LengthTotals]) -> "LengthMeter":
@@ -62,25 +37,20 @@ class LengthMeter:
         return meter
 
     def copy(self) -> "LengthMeter":
-        return LengthMeter(copy(self._arrived), {name: copy(sums) for name, sums in self._decided.items()})
-
-    @property
-    def arrived(self) -> LengthTotals:
-        return self._arrived.totals()
+        return LengthMeter(self.arrived, dict(self._decided))
 
     def arrive(self, lengths: LengthTotals) -> None:
         """Count arrived tokens."""
-        self._arrived.add(lengths)
+        self.arrived += lengths
 
     def decide(self, split: Mapping[str, LengthTotals]) -> None:
         """Count decided tokens, by class."""
         for name, lengths in split.items():
             if lengths.num_tokens:
-                self._decided.setdefault(name, _Sums()).add(lengths)
+                self._decided[name] = self._decided.get(name, LengthTotals()) + lengths
 
     def totals(self) -> dict[str, LengthTotals]:
         """Totals by class, `generated` first; classes without tokens are left out."""
-        decided = {name: sums.totals() for name, sums in self._decided.items()}
-        ready = self.arrived - sum(decided.values(), LengthTotals())
-        classes = {GENERATED: self.arrived, **decided, READY: ready}
+        ready = self.arrived - sum(self._decided.values(), LengthTotals())
+        classes = {GENERATED: self.arrived, **self._decided, READY: ready}
         return {name: lengths for name, lengths in classes.items() if lengths.num_tokens}

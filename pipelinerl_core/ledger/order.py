@@ -50,8 +50,5 @@ def split_lengths(summary: GroupSummary, step: int, max_lag: int) -> dict[str, L
     by_version = summary.lengths_by_version.items()
     live = [lengths for version, lengths in by_version if step - 1 - version <= max_lag]
     dead = [lengths for version, lengths in by_version if step - 1 - version > max_lag]
-    return {"trained": _total(live), "masked_stale": _total(dead), "failed": summary.lengths_unscored}
-
-
-def _total(lengths: list[LengthTotals]) -> LengthTotals:
-    return sum(lengths[1:], lengths[0]) if lengths else LengthTotals()
+    none = LengthTotals()
+    return {"trained": sum(live, none), "masked_stale": sum(dead, none), "failed": summary.lengths_unscored}
