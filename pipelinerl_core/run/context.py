@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import ConfigError, MissingObject
+from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.models.resolve import build_config, resume_config
-from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.reading import find_record
 from pipelinerl_core.run.records import RESUME_KEY, RUN_KEY, ResumeRecord, RunRecord
 from pipelinerl_core.storage.object_store import open_store
 
@@ -77,10 +77,9 @@ def outer_temporary() -> Path:
 def open_run(url: str) -> RunContext:
     """Open the run at a URL; ConfigError if there is no run."""
     store = open_store(url)
-    try:
-        record = read_record(store, RUN_KEY, RunRecord)
-    except MissingObject:
-        raise ConfigError(f"{url}: no run here ({RUN_KEY} is missing). Start it with `pipelinerl train`") from None
+    record = find_record(store, RUN_KEY, RunRecord)
+    if record is None:
+        raise ConfigError(f"{url}: no run here ({RUN_KEY} is missing). Start it with `pipelinerl train`")
     token = os.environ.get(TOKEN_VARIABLE, "")
     config = resume_config(build_config(record.config), resume_overrides(store))
     return RunContext(store=store, record=record, config=config, token=token)
@@ -88,18 +87,14 @@ def open_run(url: str) -> RunContext:
 
 def resume_overrides(store: ObjectStore) -> tuple[str, ...]:
     """Overrides of all resumes so far."""
-    try:
-        return read_record(store, RESUME_KEY, ResumeRecord).overrides
-    except MissingObject:
-        return ()
+    record = find_record(store, RESUME_KEY, ResumeRecord)
+    return record.overrides if record else ()
 
 
 def last_resume_at(store: ObjectStore) -> float:
     """Unix seconds of the last resume that changed settings; 0 without one."""
-    try:
-        return read_record(store, RESUME_KEY, ResumeRecord).at
-    except MissingObject:
-        return 0.0
+    record = find_record(store, RESUME_KEY, ResumeRecord)
+    return record.at if record else 0.0
 
 
 def planned_steps(store: ObjectStore, record: RunRecord) -> int:

@@ -21,12 +21,12 @@ from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
-from pipelinerl_core.errors import ConfigError, Fenced, MissingObject, StoreUnavailable
+from pipelinerl_core.errors import ConfigError, Fenced, StoreUnavailable
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.compacted import list_commits, read_compacted
 from pipelinerl_core.run.hub_status import process_mark, read_hub
 from pipelinerl_core.run.processor import processor
-from pipelinerl_core.run.reading import list_keys, read_record
+from pipelinerl_core.run.reading import find_record, list_keys, read_record
 from pipelinerl_core.run.records import (
     COMMITS_PREFIX,
     EVALS_PREFIX,
@@ -163,10 +163,7 @@ def read_commit(store: ObjectStore, key: str) -> Commit:
 
     Raises StoreError, naming the value, if the commit is damaged or a number is out of range.
     """
-    try:
-        return read_record(store, key, Commit)
-    except MissingObject:
-        return read_compacted(store, key)
+    return find_record(store, key, Commit) or read_compacted(store, key)
 
 
 def is_complete(store: ObjectStore, steps: int) -> bool:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 
-from pipelinerl_core.errors import MissingObject, PipelineRLError
+from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.reading import find_record
 from pipelinerl_core.run.records import HUB_KEY, HubRecord
 
 HEARTBEAT_SECONDS = 5.0
@@ -26,10 +26,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 def read_hub(store: ObjectStore) -> HubRecord | None:
     """hub.json; None before the first hub has started. Raises StoreError."""
-    try:
-        return read_record(store, HUB_KEY, HubRecord)
-    except MissingObject:
-        return None
+    return find_record(store, HUB_KEY, HubRecord)
 
 
 def may_be_live(hub: HubRecord | None) -> bool:

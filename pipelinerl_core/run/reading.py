@@ -6,7 +6,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from pipelinerl_core.errors import BrokenRecord
+from pipelinerl_core.errors import BrokenRecord, MissingObject
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.ranges import first_error
 from pipelinerl_core.run.records import FORMAT_VERSION, KEY_PATTERNS, Record
@@ -37,6 +37,14 @@ def read_record(store: ObjectStore, key: str, model: type[R]) -> R:
     """Read one JSON object of a run. Raises MissingObject, or BrokenRecord for another format or an invalid
     object."""
     return parse_record(store.get(key), f"{store.url}/{key}", model)
+
+
+def find_record(store: ObjectStore, key: str, model: type[R]) -> R | None:
+    """`read_record`, or None if there is no such object."""
+    try:
+        return read_record(store, key, model)
+    except MissingObject:
+        return None
 
 
 def parse_record(data: bytes, where: str, model: type[R]) -> R:

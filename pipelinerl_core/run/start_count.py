@@ -5,11 +5,11 @@ Without the limit, the automation would restart a flow run that always crashes a
 
 import logging
 
-from pipelinerl_core.errors import MissingObject, PipelineRLError
+from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.restart_budget import restart_text, spent_text
 from pipelinerl_core.run.history import counted_commit_keys
-from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.reading import find_record
 from pipelinerl_core.run.records import STARTS_KEY, StartsRecord
 from pipelinerl_core.storage.object_store import open_store
 
@@ -26,7 +26,7 @@ def count_start(url: str, flow_run_id: str, run_count: int, limit: int) -> None:
     store = open_store(url)
     step = max(counted_commit_keys(store), default=-1)
     now = StartsRecord(flow_run_id=flow_run_id, run_count=run_count, step=step)
-    since = _read(store)
+    since = find_record(store, STARTS_KEY, StartsRecord)
     if since is None or since.flow_run_id != flow_run_id or since.step < step:
         _write(store, now)
         return
@@ -41,13 +41,6 @@ def count_start(url: str, flow_run_id: str, run_count: int, limit: int) -> None:
         )
     if tries > 0:
         logger.warning("no new commit %s; %s", where, restart_text(tries, limit))
-
-
-def _read(store: ObjectStore) -> StartsRecord | None:
-    try:
-        return read_record(store, STARTS_KEY, StartsRecord)
-    except MissingObject:
-        return None
 
 
 def _write(store: ObjectStore, record: StartsRecord) -> None:
