@@ -36,15 +36,15 @@ from pipelinerl_core.run.reading import list_keys
 from pipelinerl_core.run.records import (
     BATCHES_PREFIX,
     COMPACTED_ROLLOUTS_PREFIX,
-    MANIFEST_FILE,
     Commit,
     commit_key,
+    complete_checkpoints,
     parse_step_key,
     rollout_key,
 )
 from pipelinerl_core.storage.digests import read_verified
 from pipelinerl_core.storage.keys import delete_with_folders
-from pipelinerl_core.types import GroupKey
+from pipelinerl_core.types import FileEntry, GroupKey
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +115,15 @@ class CompactedRollouts:
             raise BrokenRecord(f"{self.where} is damaged: {str(error).splitlines()[0]}") from None
 
 
+def read_batch(store: ObjectStore, entry: FileEntry) -> list[pa.RecordBatch]:
+    """The rows of an object in batches/, with the columns of BATCH_SCHEMA.
+
+    Raises MissingObject, ChecksumMismatch or SchemaMismatch.
+    """
+    batches = from_segment(read_verified(store, entry.name, entry), entry.name)
+    return [conform(batch, BATCH_SCHEMA) for batch in batches]
+
+
 def read_rollouts(store: ObjectStore, steps: StepRange, columns: Sequence[str] = SCHEMA.names) -> pa.Table:
     """Some columns of an object. Raises BrokenRecord for a damaged object."""
     return CompactedRollouts(store, steps).read(columns)
@@ -175,8 +184,8 @@ def removable_through(store: ObjectStore, keep: int, *, spare: int = 0) -> int:
     counted = counting(listing.keys(), read_epochs(store))
     # Listed twice, because one wrong listing may lack the older checkpoint.
     keys = {*list_keys(store, "checkpoints"), *list_keys(store, "checkpoints")}
-    complete = {parse_step_key(key) for key in keys if key.endswith(f"/{MANIFEST_FILE}")}
-    usable = sorted(step for step, epoch in complete if step > 0 and counted.get(step) == commit_key(step, epoch))
+    complete = [(ref.step, ref.epoch) for ref in complete_checkpoints(keys)]
+    usable = sorted({step for step, epoch in complete if step > 0 and counted.get(step) == commit_key(step, epoch)})
     return max(-1, min(max(counted) - keep, usable[-1 - spare])) if len(usable) > spare else -1
 
 
@@ -227,7 +236,8 @@ def _write(store: ObjectStore, commits: Sequence[Commit], segments: "_Segments")
         sink, SCHEMA, compression="zstd", use_dictionary=_REPEATED, write_page_checksum=True
     ) as writer:
         for commit in commits:
-            trained = [*_trained(store, commit)]
+            batches = [batch for entry in commit.batches for batch in read_batch(store, entry)]
+            trained = [_as_rows(batch, commit.step, "trained") for batch in batches]
             rows = pa.Table.from_batches([*trained, *segments.untrained(commit, _short_groups(trained))], SCHEMA)
             num_rows += len(rows)
             if len(rows):
@@ -241,12 +251,6 @@ def _write(store: ObjectStore, commits: Sequence[Commit], segments: "_Segments")
     store.put(key, memoryview(data))
     delete_with_folders(store, [entry.name for commit in commits for entry in commit.batches])
     return True
-
-
-def _trained(store: ObjectStore, commit: Commit) -> Iterator[pa.RecordBatch]:
-    for entry in commit.batches:
-        for batch in from_segment(read_verified(store, entry.name, entry), entry.name):
-            yield _as_rows(conform(batch, BATCH_SCHEMA), commit.step, "trained")
 
 
 def _short_groups(trained: Sequence[pa.RecordBatch]) -> set[int]:

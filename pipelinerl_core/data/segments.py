@@ -4,9 +4,9 @@ A segment is immutable and has one writer. All rows of a group are adjacent in o
 many groups, because buffers of a few kilobytes compress worse and ten times slower.
 """
 
+import functools
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple
 
@@ -131,9 +131,7 @@ class SegmentReader:
 
     def __init__(self, store: ObjectStore, *, cached_segments: int = CACHED_SEGMENTS) -> None:
         self._store = store
-        self._cached_segments = cached_segments
-        self._cache: OrderedDict[str, dict[GroupKey, pa.RecordBatch]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._load = functools.lru_cache(cached_segments)(functools.partial(_read_segment, store))
 
     def segments(
         self, low_water: Mapping[str, int] | None = None, retired: Container[tuple[str, int]] = ()
@@ -175,21 +173,6 @@ class SegmentReader:
             raise MissingObject(f"{key} has no group {group_id} attempt {attempt}, only {sorted(groups)[:8]}")
         return groups[group_id, attempt]
 
-    def _load(self, key: str) -> dict[GroupKey, pa.RecordBatch]:
-        with self._lock:
-            if key in self._cache:
-                self._cache.move_to_end(key)
-                return self._cache[key]
-        groups: dict[GroupKey, pa.RecordBatch] = {}
-        for raw in from_segment(self._store.get(key), key):
-            for batch in _groups(raw, key):
-                groups[batch.column("group_id")[0].as_py(), batch.column("attempt")[0].as_py()] = batch
-        with self._lock:
-            self._cache[key] = groups
-            while len(self._cache) > self._cached_segments:
-                self._cache.popitem(last=False)
-        return groups
-
 
 def _joined(groups: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
     """Concatenate the rows of groups into few record batches."""
@@ -203,6 +186,14 @@ def _joined(groups: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
         parts[-1].append(rows)
         num_bytes += size
     return [pa.concat_batches(part) for part in parts]
+
+
+def _read_segment(store: ObjectStore, key: str) -> dict[GroupKey, pa.RecordBatch]:
+    groups: dict[GroupKey, pa.RecordBatch] = {}
+    for raw in from_segment(store.get(key), key):
+        for batch in _groups(raw, key):
+            groups[batch.column("group_id")[0].as_py(), batch.column("attempt")[0].as_py()] = batch
+    return groups
 
 
 def _groups(batch: pa.RecordBatch, key: str) -> list[pa.RecordBatch]:

@@ -1,15 +1,13 @@
 """The rows that a step has trained: in batches/, and once they are compacted, in compacted/rollouts/ alone."""
 
+import functools
+
 import pyarrow as pa
 
-from pipelinerl_core.data.codec import from_segment
-from pipelinerl_core.data.compaction import CompactedRollouts, list_rollouts
-from pipelinerl_core.data.schema import BATCH_SCHEMA, conform
+from pipelinerl_core.data.compaction import CompactedRollouts, list_rollouts, read_batch
 from pipelinerl_core.errors import MissingObject
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.run.compacted import StepRange
 from pipelinerl_core.run.records import Commit
-from pipelinerl_core.storage.digests import read_verified
 
 
 class TrainedRows:
@@ -18,7 +16,7 @@ class TrainedRows:
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self._objects = list_rollouts(store)
-        self._opened: tuple[StepRange, CompactedRollouts] | None = None
+        self._open = functools.lru_cache(1)(functools.partial(CompactedRollouts, store))
         self.num_files = 0
         self.num_bytes = 0
         """Of the batches that were read, without compacted objects."""
@@ -46,13 +44,7 @@ class TrainedRows:
             return [self._open(steps).trained(commit.step)]
         rows = []
         for entry in commit.batches:
-            data = read_verified(self._store, entry.name, entry)
-            rows += [conform(batch, BATCH_SCHEMA) for batch in from_segment(data, entry.name)]
+            rows += read_batch(self._store, entry)
             self.num_files += 1
-            self.num_bytes += len(data)
+            self.num_bytes += entry.size
         return rows
-
-    def _open(self, steps: StepRange) -> CompactedRollouts:
-        if self._opened is None or self._opened[0] != steps:
-            self._opened = steps, CompactedRollouts(self._store, steps)
-        return self._opened[1]
