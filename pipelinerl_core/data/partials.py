@@ -218,19 +218,12 @@ def _row(values: dict[str, object]) -> PartialRow:
 
 def _extended(before: PartialRow, row: PartialRow) -> PartialRow:
     """The first `row.start` tokens of `before`, followed by the tokens of `row`."""
-    return PartialRow(
-        group_id=row.group_id,
-        rollout_index=row.rollout_index,
-        attempt=row.attempt,
+    return dataclasses.replace(
+        row,
         start=0,
         token_ids=np.concatenate([before.token_ids[: row.start], row.token_ids]),
         rollout_logprobs=np.concatenate([before.rollout_logprobs[: row.start], row.rollout_logprobs]),
         weight_spans=tuple(joined(clipped(before.weight_spans, row.start), row.weight_spans)),
-        finish_reason=row.finish_reason,
-        reward=row.reward,
-        outcome=row.outcome,
-        origins=row.origins,
-        reward_components=row.reward_components,
         notes=(*before.notes, *row.notes),
     )
 

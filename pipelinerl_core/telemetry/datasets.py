@@ -67,13 +67,11 @@ def _datasets(config: RunConfig) -> list[DatasetNote]:
     )
     if config.eval.num_prompts == 0:
         return [train]
-    held_out = DatasetNote(
+    held_out = replace(
+        train,
         name=f"{name}-held-out",
         digest=_digest([prompts, held_out_content, config.eval.num_prompts]),
         context="eval",
-        source_type=source_type,
-        source=source,
-        columns=columns,
         num_prompts=None if path else config.eval.num_prompts,  # a table may have fewer
     )
     return [train, held_out]

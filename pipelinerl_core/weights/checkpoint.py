@@ -16,6 +16,7 @@ from pipelinerl_core.errors import MissingObject, StoreError
 from pipelinerl_core.interfaces import ObjectStore, TensorMeta, WeightLayout
 from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import (
+    MANIFEST_FILE,
     CheckpointManifest,
     checkpoint_prefix,
     commit_key,
@@ -28,7 +29,6 @@ from pipelinerl_core.storage.keys import delete_with_folders
 from pipelinerl_core.types import FileEntry
 from pipelinerl_core.weights.files import lay_out, metas_of, num_bytes, parse_copy
 
-_MANIFEST = "manifest.json"
 FILE_BYTES = 256 << 20
 
 
@@ -52,7 +52,7 @@ def save_checkpoint(store: ObjectStore, step: int, epoch: int, state: State) -> 
     prefix = checkpoint_prefix(step, epoch)
     files = (*write_state(store, prefix, state), *state.written_elsewhere(prefix))
     manifest = CheckpointManifest(step=step, epoch=epoch, files=files, values=state.values)
-    store.put(f"{prefix}/{_MANIFEST}", manifest.model_dump_json(indent=1).encode())
+    store.put(f"{prefix}/{MANIFEST_FILE}", manifest.model_dump_json(indent=1).encode())
     return manifest
 
 
@@ -90,7 +90,7 @@ def load_checkpoint(
     Raises MissingObject without a manifest, StoreError if the manifest cannot be read. The iterator raises
     ChecksumMismatch if a file differs from the manifest, StoreError if it is missing.
     """
-    manifest = read_record(store, f"{checkpoint_prefix(step, epoch)}/{_MANIFEST}", CheckpointManifest)
+    manifest = read_record(store, f"{checkpoint_prefix(step, epoch)}/{MANIFEST_FILE}", CheckpointManifest)
     return _read_files(store, manifest), manifest.values
 
 
@@ -100,7 +100,7 @@ def _read_files(store: ObjectStore, manifest: CheckpointManifest) -> Iterator[Ma
         try:
             yield parse_copy(read_verified(store, f"{prefix}/{entry.name}", entry), entry.name)
         except MissingObject as error:
-            raise StoreError(f"{store.url}/{prefix}/{_MANIFEST} names a missing object: {error}") from error
+            raise StoreError(f"{store.url}/{prefix}/{MANIFEST_FILE} names a missing object: {error}") from error
 
 
 def prune_checkpoints(
@@ -134,6 +134,6 @@ def prune_checkpoints(
     ]
     for step, epoch in doomed:
         prefix = checkpoint_prefix(step, epoch)
-        store.delete([f"{prefix}/{_MANIFEST}"])
+        store.delete([f"{prefix}/{MANIFEST_FILE}"])
         delete_with_folders(store, [key for key in keys if key.startswith(f"{prefix}/")])
     return doomed
