@@ -62,18 +62,31 @@ def remove_weights(store: ObjectStore, keys: Collection[str]) -> None:
     delete_with_folders(store, sorted(set(keys) - manifests))
 
 
+def stored_weights(store: ObjectStore) -> set[str]:
+    """Prefixes (`WeightManifest.key`) of the versions that the object store has, whole or as a difference.
+
+    Two trainers may have stored the same version, of which a commit names one.
+    """
+    end = f"/{MANIFEST_FILE}"
+    return {key.removesuffix(end) for key in list_keys(store, "weights") if key.endswith(end)}
+
+
 def stored_versions(store: ObjectStore, through: float = math.inf) -> set[int]:
-    """Versions that the object store has, whole or as a difference; one listing.
+    """Versions that the object store has, of any trainer; one listing.
 
     through: the newest version that counts. Later ones may be of steps that were given up.
     """
-    manifests = (key for key in list_keys(store, "weights") if key.endswith(f"/{MANIFEST_FILE}"))
-    return {version for key in manifests if (version := parse_step_key(key)[0]) <= through}
+    return {version for prefix in stored_weights(store) if (version := parse_step_key(prefix)[0]) <= through}
 
 
 def is_durable(commit: Commit) -> bool:
     """Whether the weights after a step were stored in the object store; `retained` says which stay there."""
     return commit.manifest is not None and commit.manifest.key is not None
+
+
+def is_stored(commit: Commit, stored: Collection[str]) -> bool:
+    """Whether the weights that a commit names are among `stored_weights`."""
+    return commit.manifest is not None and commit.manifest.key in stored
 
 
 def durable_versions(commits: Iterable[Commit]) -> list[int]:
@@ -86,10 +99,10 @@ def find_commit(run: RunContext, version: str, *, may_replay: bool = False) -> C
 
     may_replay: a number may be of any committed step, whose weights a replay computes again.
     """
-    commits, stored = read_commits(run.store), stored_versions(run.store)
+    commits, stored = read_commits(run.store), stored_weights(run.store)
     named = [step for step in commits if version in ("first", str(step))][:1]
     for step in reversed(commits) if version == "last" else named:
-        if (step in stored and is_durable(commits[step])) or (may_replay and version == str(step)):
+        if is_stored(commits[step], stored) or (may_replay and version == str(step)):
             return commits[step]
     if may_replay:
         there = f"the newest step is {max(commits)}" if commits else "no step is committed"
@@ -107,8 +120,9 @@ def find_commits(run: RunContext, version: str) -> list[Commit]:
     numbers with commas, or see `find_commit`."""
     if version in (ALL, DUE):
         commits = read_commits(run.store)
-        stored = sorted(stored_versions(run.store) & commits.keys())
-        durable = [commits[step] for step in stored if is_durable(commits[step])]
+        stored = stored_weights(run.store)
+        steps = sorted({parse_step_key(prefix)[0] for prefix in stored} & commits.keys())
+        durable = [commits[step] for step in steps if is_stored(commits[step], stored)]
         ends = {0, max(commits, default=0)}
         return [
             commit for commit in durable if version == ALL or commit.step in ends or run.config.evaluates(commit.step)

@@ -11,7 +11,7 @@ from pipelinerl_core.errors import EXIT_CONFIG, ConfigError, DeadlineExceeded, P
 from pipelinerl_core.models.paths import resolve_model_path
 from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.records import EXPORT_ORIGIN, WEIGHTS_FILE, Commit
-from pipelinerl_core.run.versions import find_commit, is_durable, stored_versions
+from pipelinerl_core.run.versions import find_commit, is_stored, stored_weights
 from pipelinerl_core.supervision.role_commands import ending_with_parent, module_command, role_environment
 from pipelinerl_core.supervision.temporary_directories import own_temporary
 from pipelinerl_core.tools.model_card import write_card
@@ -66,9 +66,9 @@ def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
 def _write_model(run: RunContext, commit: Commit, file: Path) -> None:
     """Write all weights of a version to a file; after an error of `run_tool`, its directory is removed."""
     arguments = {"run": run.store.url, "version": str(commit.step), "file": str(file)}
-    is_stored = is_durable(commit) and commit.step in stored_versions(run.store)
+    seconds = WRITE_SECONDS if is_stored(commit, stored_weights(run.store)) else _REPLAY_SECONDS
     try:
-        run_tool(run, "pipelinerl_core.tools.write_model", arguments, WRITE_SECONDS if is_stored else _REPLAY_SECONDS)
+        run_tool(run, "pipelinerl_core.tools.write_model", arguments, seconds)
     except PipelineRLError:
         shutil.rmtree(file.parent)
         raise

@@ -21,7 +21,7 @@ from pipelinerl_core.run.evaluations import best_version
 from pipelinerl_core.run.follow import RunFollower, eval_metrics
 from pipelinerl_core.run.mlflow_run import is_original_of
 from pipelinerl_core.run.records import EvalRecord
-from pipelinerl_core.run.versions import stored_versions
+from pipelinerl_core.run.versions import is_stored, stored_weights
 from pipelinerl_core.telemetry.mlflow import find_run, tracking_uri
 from pipelinerl_core.telemetry.redact import redact
 from pipelinerl_core.tools.export import WRITE_SECONDS, export, run_tool
@@ -85,8 +85,10 @@ class RunModels:
         self.client.log_batch(self.mlflow_run.info.run_id, tags=tags)
         name = self._run.config.tracking.register_as
         if name and last >= self._run.config.trainer.steps:
-            stored = stored_versions(self._run.store)  # the weights of others would be trained again
-            candidates = {step: own for step, own in evals.items() if step in stored}
+            stored, commits = stored_weights(self._run.store), self._follower.commits
+            candidates = {  # the weights of others would be trained again
+                step: own for step, own in evals.items() if step in commits and is_stored(commits[step], stored)
+            }
             most = max((own.num_prompts for own in candidates.values()), default=0)  # others are not comparable
             best = best_version({step: own for step, own in candidates.items() if own.num_prompts == most})
             self._challenge(name, last if best is None else best)

@@ -13,7 +13,7 @@ from pipelinerl_core.algo.adapters import Adapters
 from pipelinerl_core.roles.runtime.inference import base_weights
 from pipelinerl_core.roles.runtime.process import RUN, limit_threads, run_main
 from pipelinerl_core.run.context import RunContext, open_run
-from pipelinerl_core.run.versions import find_commit, is_durable, stored_versions
+from pipelinerl_core.run.versions import find_commit, is_stored, stored_weights
 from pipelinerl_core.tools.replay import replayed_weights
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
@@ -26,7 +26,7 @@ def write_model(context: RunContext, version: str, file: Path) -> None:
     was trained from another base model than this host's, and PipelineRLError if this host computes other weights.
     """
     commit = find_commit(context, version, may_replay=True)
-    if commit.manifest is not None and is_durable(commit) and commit.step in stored_versions(context.store):
+    if commit.manifest is not None and is_stored(commit, stored_weights(context.store)):
         weights: Mapping[str, Tensor] = WeightSubscriber(context.store).read(commit.manifest)
     else:
         weights = replayed_weights(context, commit).tensors

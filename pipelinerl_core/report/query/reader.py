@@ -29,7 +29,7 @@ from pipelinerl_core.run.follow import RunFollower, commit_metrics
 from pipelinerl_core.run.locate import local_directory
 from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import BATCHES_PREFIX, RUN_KEY, Commit, EvalRecord, RunRecord, commit_key
-from pipelinerl_core.run.versions import is_durable, stored_versions
+from pipelinerl_core.run.versions import is_stored, stored_weights
 
 STORED_ROWS = pa.schema([field.with_nullable(True).remove_metadata() for field in SCHEMA])
 """The columns of compacted rollouts."""
@@ -154,7 +154,7 @@ class RunReader:
 
     def versions(self) -> Iterator[dict[str, Any]]:
         """One row per weight version."""
-        stored = stored_versions(self.store)
+        stored = stored_weights(self.store)
         for commit in self.commits.values():
             manifest = commit.manifest
             yield {
@@ -164,7 +164,7 @@ class RunReader:
                 "digest": commit.weights_digest,
                 "published_at": manifest.published_at if manifest else None,
                 "num_bytes": manifest.num_bytes if manifest else None,
-                "stored": is_durable(commit) and commit.step in stored,
+                "stored": is_stored(commit, stored),
             }
 
     def swaps(self) -> Iterator[dict[str, Any]]:

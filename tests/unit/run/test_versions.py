@@ -47,6 +47,8 @@ def test_a_removed_version_is_not_found(store):
         put_commit(store, step, 2, manifest=weight_manifest(step, key=f"weights/{step:08d}.2"))
         if step != 1:
             store.put(f"weights/{step:08d}.2/manifest.json", b"{}")
+    # Another trainer, whose commits do not count, has stored the version, too.
+    store.put("weights/00000001.1/manifest.json", b"{}")
     config = config_of({})
     run = RunContext(store=store, record=run_record(config), config=config, token="")
     assert [find_commit(run, name).step for name in ("first", "2", "last")] == [0, 2, 3]
