@@ -169,16 +169,16 @@ def rank_device(config: RunConfig, ranks: Ranks) -> torch.device:
 
 def build_alone(config: RunConfig) -> RankLearner:
     """The learner of one process, without a process group, on the run's starting model."""
-    with explain_out_of_memory(config, "loading of the model"):
-        return LEARNERS[config.learner.kind](config, model_device(config), ALONE)[0]
+    return build_rank(config, ALONE)[0]
 
 
 def build_rank(config: RunConfig, ranks: Ranks) -> tuple[RankLearner, PackBatcher]:
-    """The learner of one rank and its pack batcher. torch's process group must be initialized."""
-    device = rank_device(config, ranks)
+    """The learner of one rank and its pack batcher. Unless the rank is alone, torch's process group must exist."""
+    device, batcher = rank_device(config, ranks), pack_batcher(config)
     build = LEARNERS[config.learner.kind]
     with explain_out_of_memory(config, "loading of the model"):
-        return build(config, device, ranks)
+        models = _load(config, device, ranks)._asdict()
+        return build(**models, config=config, batcher=batcher, ranks=ranks), batcher
 
 
 def pack_batcher(config: RunConfig) -> PackBatcher:
@@ -192,37 +192,20 @@ def pack_batcher(config: RunConfig) -> PackBatcher:
     )
 
 
-def _build_deepspeed(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple[DeepSpeedLearner, PackBatcher]:
-    loaded = _load(config, device, ranks)
-    batcher = pack_batcher(config)
-    learner = DeepSpeedLearner(
-        loaded.model, config, batcher=batcher, ranks=ranks, reference=loaded.reference, teacher=loaded.teacher,
-        note=loaded.note,
-    )  # fmt: skip
-    return learner, batcher
-
-
-def _build_torch(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple[TorchLearner, PackBatcher]:
-    loaded = _load(config, device, ranks)
+def _build_torch(config: RunConfig, **parts: Any) -> TorchLearner:
     threads = min(config.trainer_threads, os.cpu_count() or 1)  # the number of threads does not change the result
-    threads = threads if device.type == "cpu" else 1
-    batcher = pack_batcher(config)
-    learner = TorchLearner(
-        loaded.model, config, batcher=batcher, threads=threads, reference=loaded.reference, teacher=loaded.teacher,
-        ranks=ranks, note=loaded.note,
-    )  # fmt: skip
-    return learner, batcher
+    return TorchLearner(config=config, threads=threads if model_device(config).type == "cpu" else 1, **parts)
 
 
-LEARNERS: Mapping[str, Callable[[RunConfig, torch.device, Ranks], tuple[RankLearner, PackBatcher]]] = (
-    MappingProxyType({"torch": _build_torch, "deepspeed": _build_deepspeed})
+LEARNERS: Mapping[str, Callable[..., RankLearner]] = MappingProxyType(
+    {"torch": _build_torch, "deepspeed": DeepSpeedLearner}
 )
-"""learner.kind -> builder of the learner of one rank. To add a learner: a class in training/, its section
-in config/learners.py, a builder and its line here."""
+"""learner.kind -> builder of the learner of one rank, with the arguments of BaseLearner. To add a learner: a class in
+training/, its section in config/learners.py, and its line here."""
 
 
 class _Loaded(NamedTuple):
-    """The models of a learner."""
+    """The models of a learner; the names are those of BaseLearner's arguments."""
 
     model: object
     reference: object
