@@ -131,7 +131,7 @@ class Dispatcher:
         self._peers: dict[str, PeerConnection] = {}
         self._lock = threading.Lock()
         self._serials = itertools.count(1)
-        self._actor_lock = threading.Lock()
+        self._actor_lock = threading.RLock()  # taken again for each group of a faulty message
 
     def connect(self, who: Introduction, writer: PeerWriter) -> PeerConnection:
         """Add a peer with the unique name "<role>/<name>#<serial>". Unless it raises, `disconnect` must follow."""
@@ -184,17 +184,14 @@ class Dispatcher:
             try:
                 whole = self._conforming(rows)
                 check_row_count(refs, whole)
-                is_checked = self._are_valid(refs, whole)
             except SchemaMismatch as error:
-                refusals = tuple(_refusal(peer, group, error) for group in request.groups)
-                return Answers(re=request.id, answers=refusals)
-            if is_checked and peer.who.role == "actor":
-                answers = self._handle_together(peer, request.groups, whole)
+                answers: list[Answer] = [_refusal(peer, group, error) for group in request.groups]
             else:
-                answers = [
-                    self._answer_group(peer, group, part, is_checked)
-                    for group, part in zip(request.groups, rows_of_groups(refs, whole), strict=True)
-                ]
+                if peer.who.role == "actor" and self._are_valid(refs, whole):
+                    answers = self._handle_together(peer, request.groups, whole)
+                else:
+                    parts = zip(request.groups, rows_of_groups(refs, whole), strict=True)
+                    answers = [answer for part in parts for answer, _ in self._answers_to(peer, *part)]
         return Answers.model_validate({"re": request.id, "answers": answers})
 
     def _handle_together(self, peer: PeerConnection, groups: Sequence[Group], rows: pa.RecordBatch) -> list[Answer]:
@@ -206,16 +203,6 @@ class Dispatcher:
             _refusal(peer, group, answer) if isinstance(answer, Exception) else answer
             for group, answer in zip(groups, answers, strict=True)
         ]
-
-    def _answer_group(self, peer: PeerConnection, group: Group, rows: pa.RecordBatch, is_checked: bool) -> Answer:
-        try:
-            check_sender(peer.who, group)
-            [(answer, _)] = self._service.handle(
-                peer.name, group, rows if is_checked else self._checked_rows(group, rows)
-            )
-        except Exception as error:  # noqa: BLE001 - answered, see _refusal
-            return _refusal(peer, group, error)
-        return answer
 
     def _are_valid(self, refs: list[GroupRef], rows: pa.RecordBatch) -> bool:
         try:
