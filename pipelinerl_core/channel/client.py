@@ -65,16 +65,11 @@ class HubClient:
         faults: Callable[[str], bool] | None = None,
         certificate: str = "",
     ) -> None:
-        self._token = token
-        self._certificate = certificate
-        self._command = _introduction(role, name)
-        self._on_sync_now = on_sync_now
         self._retry_seconds = retry_seconds
         self._deadline_seconds = deadline_seconds
         self._faults = faults
         self._ids = itertools.count(1)
-        self._lock = threading.Lock()
-        self._connection = self._open(url)
+        self._connection = Connection(url, token, _introduction(role, name), on_sync_now, faults, certificate)
 
     @property
     def url(self) -> str:
@@ -84,13 +79,6 @@ class HubClient:
     def is_connected(self) -> bool:
         """Whether the exchange is open and the hub has not said goodbye."""
         return self._connection.lost is None
-
-    def reconnect(self, url: str | None = None, *, certificate: str | None = None) -> None:
-        """End the exchange and open a new one, at `url` if given. The role must register again."""
-        with self._lock:
-            self._certificate = self._certificate if certificate is None else certificate
-            self._connection.cut("reconnecting")
-            self._connection = self._open(url or self._connection.url)
 
     def request(
         self, message: Request, rows: pa.RecordBatch | None = None, *, timeout: float | None = None
@@ -178,9 +166,6 @@ class HubClient:
     def _patience(self, message: Request) -> float:
         """Seconds before the message is sent again."""
         return self._retry_seconds + (message.wait_seconds if isinstance(message, Reserve) else 0.0)
-
-    def _open(self, url: str) -> "Connection":
-        return Connection(url, self._token, self._command, self._on_sync_now, self._faults, self._certificate)
 
 
 def _introduction(role: Literal["actor", "trainer"], name: str) -> bytes:
