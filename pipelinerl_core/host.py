@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,6 +62,23 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def reachable_url(url: str) -> str:
+    """A server's URL for other hosts: a wildcard address is replaced by the address of this host."""
+    scheme, _, address = url.partition("://")
+    host, _, port = address.rpartition(":")
+    return f"{scheme}://{own_outgoing_address()}:{port}" if host in ("0.0.0.0", "[::]", "::") else url
+
+
+def own_outgoing_address() -> str:
+    """The address from which this host connects to others; its host name without a network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: the call only selects the outgoing address
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostname()
 
 
 def own_cores(config: RunConfig, role: str) -> list[int] | None:

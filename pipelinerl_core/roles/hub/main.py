@@ -20,14 +20,13 @@ import psutil
 
 from pipelinerl_core.channel.server import HubServer
 from pipelinerl_core.errors import ConfigError, StoreError
-from pipelinerl_core.host import is_loopback
+from pipelinerl_core.host import is_loopback, reachable_url
 from pipelinerl_core.ledger import Ledger
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.roles.hub.heartbeat import HubRecordBuilder
 from pipelinerl_core.roles.hub.recovery import read_stored_state
 from pipelinerl_core.roles.hub.retiring import RetiringThread
 from pipelinerl_core.roles.hub.service import Hub
-from pipelinerl_core.roles.runtime.addresses import reachable_url
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.roles.runtime.process import (
     RoleProcess,

@@ -16,9 +16,8 @@ from dataclasses import replace
 
 from pipelinerl_core.config.sections import PlacementConfig
 from pipelinerl_core.errors import StoreError
-from pipelinerl_core.host import is_loopback
+from pipelinerl_core.host import is_loopback, reachable_url
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.roles.runtime.addresses import reachable_url
 from pipelinerl_core.roles.runtime.observed_store import ObservedStore
 from pipelinerl_core.roles.runtime.tracing import build_tracer
 from pipelinerl_core.run.context import RESTARTS_VARIABLE, RunContext

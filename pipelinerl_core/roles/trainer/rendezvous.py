@@ -12,8 +12,8 @@ from pathlib import Path
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.host import own_outgoing_address
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.roles.runtime.addresses import own_outgoing_address
 from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import RENDEZVOUS_PREFIX, RendezvousRecord, rendezvous_key
 
