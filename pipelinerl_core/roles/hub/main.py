@@ -12,9 +12,8 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import psutil
 
@@ -208,8 +207,10 @@ class HubProcess:
         record = self._record_builder.record(state)
         self._monitor.heartbeat(f"state {state}, step {record.live['step']}")
         self._monitor.facts.update(step=record.live["step"], weight_version=record.live["newest_version"])
-        for name, value in (("hub_peers", self.hub.num_peers), *_exported(record.live)):
-            self._monitor.metrics.set(name, value)
+        metrics = self._monitor.metrics
+        metrics.set("hub_peers", self.hub.num_peers)
+        metrics.set("hub_row_bytes", record.live["row_bytes"])
+        metrics.set("role_weight_version", record.live["newest_version"])
         try:
             self._store.put(HUB_KEY, record.model_dump_json().encode())
         except StoreError as error:
@@ -230,12 +231,6 @@ class HubProcess:
         if free_bytes > _MAX_FREE_BYTES and self._written_at - self._trimmed_at > _TRIM_SECONDS:
             self._trimmed_at = self._written_at
             give_back_freed_memory()
-
-
-def _exported(live: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """(name, value) of each Prometheus gauge that is taken from hub.json."""
-    keys = {"hub_row_bytes": "row_bytes", "role_weight_version": "newest_version"}
-    return [(name, float(live[key])) for name, key in keys.items()]
 
 
 def _serve(own: RoleProcess) -> None:
