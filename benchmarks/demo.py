@@ -24,9 +24,10 @@ from benchmarks.learner_rounds import in_turns
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
+from pipelinerl_core.models.paths import require_model
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.prompts import build_source
-from pipelinerl_core.roles.runtime.inference import build_codec, model_directory
+from pipelinerl_core.roles.runtime.inference import build_codec
 from pipelinerl_core.roles.runtime.process import exit_codes
 from pipelinerl_core.roles.trainer.learners import pack_batcher
 from pipelinerl_core.training.learner import TorchLearner
@@ -133,7 +134,7 @@ def _generate(config: RunConfig, prompts: Int32Array) -> Callable[[], object]:
 
 
 def _learner(config: RunConfig, rows: Sequence[TrainingRow]) -> Callable[[], object]:
-    model = load_model(model_directory(config), config.dtype)
+    model = load_model(require_model(config.model.path), config.dtype)
     batcher = pack_batcher(config)
     learner = TorchLearner(model, config, batcher=batcher)
     return lambda: learner.step(rows)
@@ -174,7 +175,7 @@ class _BareLoop:
 
 def _model(config: RunConfig, attention: str) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(
-        model_directory(config),
+        require_model(config.model.path),
         dtype=getattr(torch, config.dtype),
         attn_implementation=attention,
         local_files_only=True,

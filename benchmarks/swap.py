@@ -30,9 +30,10 @@ from benchmarks.engine_load import random_model
 from benchmarks.sizes import SIZES
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.engine.embedded.load import load_engine
+from pipelinerl_core.models.paths import require_model
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.runtime.device import model_device
-from pipelinerl_core.roles.runtime.inference import base_weights, model_directory
+from pipelinerl_core.roles.runtime.inference import base_weights
 from pipelinerl_core.roles.runtime.process import exit_codes, limit_threads
 from pipelinerl_core.roles.trainer.learners import build_alone
 from pipelinerl_core.storage.object_store import open_store
@@ -90,7 +91,7 @@ def measure(config: RunConfig, versions: int) -> dict[str, Any]:
     run_id = f"bench-swap-{os.getpid()}"
     learner = build_alone(config)
     engine = load_engine(
-        model_directory(config), config, max_prompt_tokens=1, device=model_device(config), eos_token_ids=()
+        require_model(config.model.path), config, max_prompt_tokens=1, device=model_device(config), eos_token_ids=()
     )
     store = open_store(f"memory://{run_id}")
     publisher = WeightPublisher(store, run_id=run_id, epoch=1, use_shm=True)

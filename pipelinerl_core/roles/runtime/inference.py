@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -27,20 +26,15 @@ from pipelinerl_core.weights.staging import staging_directory
 HEARTBEAT_SECONDS = 1.0
 
 
-def model_directory(config: RunConfig) -> Path:
-    """Directory of the starting model. Raises ConfigError if the directory does not exist."""
-    return require_model(config.model.path)
-
-
 def base_weights(config: RunConfig) -> BaseWeights | None:
     """Weights into which published adapters are merged; None if versions hold all weights. Raises ConfigError."""
-    return BaseWeights(model_directory(config)) if config.weights.content == "adapters" else None
+    return BaseWeights(require_model(config.model.path)) if config.weights.content == "adapters" else None
 
 
 def build_engine(config: RunConfig) -> EmbeddedEngine:
     """The embedded engine with the starting weights, version 0."""
     return load_engine(
-        model_directory(config),
+        require_model(config.model.path),
         config,
         max_prompt_tokens=config.rollouts.max_prompt_tokens,
         device=model_device(config),
@@ -53,7 +47,7 @@ async def open_engine(config: RunConfig, *, run_id: str, name: str, epoch: int =
     name, epoch: of the role and of its start; the pair is unique among the engines that sample for training.
     """
     start = EngineStart(
-        directory=model_directory(config),
+        directory=require_model(config.model.path),
         name=f"{name}/{epoch}",
         staging=staging_directory(run_id, name),
         device=lambda: model_device(config),
@@ -64,7 +58,7 @@ async def open_engine(config: RunConfig, *, run_id: str, name: str, epoch: int =
 
 def build_codec(config: RunConfig) -> TextCodec:
     """Encode prompts and decode completions with the model's own tokenizer."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_directory(config))
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(require_model(config.model.path))
 
     def encode(prompt: Prompt) -> Int32Array:
         prompts = config.prompts
@@ -78,7 +72,7 @@ def build_codec(config: RunConfig) -> TextCodec:
 
 def build_chat(config: RunConfig) -> ChatTurns:
     """Tokens of conversations, with the model's own tokenizer and chat template."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_directory(config))
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(require_model(config.model.path))
     return chat_turns(config, tokenizer)
 
 

@@ -221,10 +221,10 @@ def _load(config: RunConfig, device: torch.device, ranks: Ranks) -> _Loaded:
     is_divided = config.learner.zero_stage == 3
     dividing = None
     if is_divided:  # rank 0 reads the weights of all ranks, and each rank the rest of the model
-        files = torch.tensor(int(weights_digest(Path(path))[:15], 16), device=device)
+        files = torch.tensor(int(weights_digest(path)[:15], 16), device=device)
         _require_equal_digests(ranks, "model.path", files)
         dividing = divided_among(ranks, config, device)
-    model = load_model(Path(path), config.dtype, device, config.learner.attention, dividing=dividing)
+    model = load_model(path, config.dtype, device, config.learner.attention, dividing=dividing)
     reference = _reference(config, path, model) if config.loss.kl_coefficient else None
     teacher = None
     if config.loss.teacher:
@@ -238,7 +238,7 @@ def _load(config: RunConfig, device: torch.device, ranks: Ranks) -> _Loaded:
         add_adapters(model, config.learner, config.seed)
     if config.checkpoints_activations(device.type):
         checkpoint_activations(model)
-    note = _adapter_note(config, Path(path), model, ranks) if config.weights.content == "adapters" else None
+    note = _adapter_note(config, path, model, ranks) if config.weights.content == "adapters" else None
     return _Loaded(model, reference, teacher, note)
 
 
@@ -281,7 +281,7 @@ def _adapter_note(config: RunConfig, path: Path, model: object, ranks: Ranks) ->
     return AdapterNote(scale=config.learner.lora_scale, dtype=config.model.dtype, base_digest=base_digest)
 
 
-def _reference(config: RunConfig, path: Path | str, model: object) -> object:
+def _reference(config: RunConfig, path: Path, model: object) -> object:
     # The base model stays unchanged beside adapters, so it is the reference, unless ZeRO 3 partitions its weights.
     if config.learner.lora_rank and not config.loss.ref_model and config.learner.zero_stage < 3:
         return share_frozen(model)
