@@ -12,10 +12,16 @@ from pipelinerl_core.ranges import Attempt, Count, Finite, Number, Seconds, Step
 from pipelinerl_core.types import GroupRef, LengthTotals, PreviousHolder, Prompt, WeightManifest
 
 
-class Message(BaseModel):
-    """Frozen, without extra fields, JSON only. NaN is refused: commits with NaN could not be read back."""
+class Frozen(BaseModel):
+    """A value of messages and of commits. NaN is refused: commits with NaN could not be read back."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+
+class Message(Frozen):
+    """JSON only, without extra fields."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 # Names become parts of object keys and log lines; ranges.py bounds the numbers.
@@ -65,10 +71,8 @@ class FateRecord(Message):
     num_tokens: Count
 
 
-class Counters(BaseModel):
+class Counters(Frozen):
     """Counters of an actor epoch since its start, or values at the time of the message (now)."""
-
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     cpu_seconds: Number = 0.0
     rss_bytes: Number = 0
@@ -97,10 +101,8 @@ class Counters(BaseModel):
     """Set by the hub at a reservation: newest version whose swap was reported."""
 
 
-class SwapRecord(BaseModel):
+class SwapRecord(Frozen):
     """One swap in one actor."""
-
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     actor: str
     actor_epoch: Count
@@ -114,10 +116,8 @@ class SwapRecord(BaseModel):
     """Tokens that the actor epoch had sampled at the time of the swap."""
 
 
-class ActorSample(BaseModel):
+class ActorSample(Frozen):
     """State of an actor at its newest sync before a step was reserved."""
-
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     at: Seconds
     engine_version: StepOrNone
