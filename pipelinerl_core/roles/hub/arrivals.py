@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 class Arrivals:
     """Adds delivered groups to the ledger and keeps their rows in memory."""
 
-    def __init__(self, config: RunConfig, state: HubState, read_newer_commits: Callable[[], None]) -> None:
+    def __init__(self, config: RunConfig, state: HubState, read_missed_commits: Callable[[], None]) -> None:
         self._takes_turns = config.takes_turns
         self._state = state
         self._changed = state.changed
         self._ledger = state.ledger
-        self._read_newer_commits = read_newer_commits
+        self._read_missed_commits = read_missed_commits
 
     def receive(self, peer: str, groups: Sequence[Group], rows: pa.RecordBatch | None) -> list[Answer | Exception]:
         """One answer or error per group.
@@ -58,7 +58,7 @@ class Arrivals:
             is_behind = version > self._ledger.newest_version
         if is_behind and version > 0:  # before the first announcement actors sample with version 0
             try:
-                self._read_newer_commits()
+                self._read_missed_commits()
             except StoreError as error:
                 logger.warning("version %d is not known to this hub: %s", version, error)
 

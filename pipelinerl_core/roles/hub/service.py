@@ -83,7 +83,7 @@ class Hub:
         self._changed = self._state.changed
         self._ledger = ledger
         self._trainer = TrainerRequests(self._state, store)
-        self._arrivals = Arrivals(config, self._state, self._trainer.read_newer_commits)
+        self._arrivals = Arrivals(config, self._state, self._trainer.read_missed_commits)
         self._prompt_lock = threading.Lock()
         self._ticked_at = time.monotonic()
         self.swap_pauses: deque[float] = deque(maxlen=_RECENT_SWAPS)

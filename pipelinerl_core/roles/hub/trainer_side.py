@@ -55,7 +55,7 @@ class TrainerRequests:
             self._ledger.check_trainer(request.epoch)
             refs = (*request.reservation, *request.quarantined)
             self._state.check_groups([*(ref.group_id for ref in refs), *(fate.group_id for fate in request.fates)])
-        self._read_missed_commits(request.committed_step)
+        self.read_missed_commits(request.committed_step)
         with self._changed:
             self.has_registered = True
             self._state.tokens = request.tokens or self._state.tokens
@@ -65,12 +65,11 @@ class TrainerRequests:
             self._ledger.announce(request.manifest)
             self._changed.notify_all()
 
-    def read_newer_commits(self) -> None:
-        """Read all commits that another hub has announced: it was live until this hub had read the store."""
-        self._read_missed_commits(None)
+    def read_missed_commits(self, step: int | None = None) -> None:
+        """Read the commits up to `step` from the store that were not reported to this hub; None: up to the newest.
 
-    def _read_missed_commits(self, step: int | None) -> None:
-        """Read the commits up to `step` (None: the newest) from the store that were not reported to this hub."""
+        Another hub may have announced them: it was live until this hub had read the store.
+        """
         with self._changed:
             first = self._ledger.committed_step + 1
         if step is not None and step < first:
@@ -158,7 +157,7 @@ class TrainerRequests:
         with self._changed:
             self._ledger.check_trainer(request.epoch)
             self._state.check_groups(record.group_id for record in request.fates)
-        self._read_missed_commits(request.step - 1)
+        self.read_missed_commits(request.step - 1)
         with self._changed:
             is_new = self._ledger.committed(request.step, request.fates, request.manifest)
             if is_new:
