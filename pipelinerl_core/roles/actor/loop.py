@@ -382,7 +382,9 @@ class Actor:
             await self._credit_granted.wait()
             while len(groups) < self._credit and not self._unsent.empty():
                 groups.append(self._unsent.get_nowait())
-            self._spend_credit(len(groups))
+            self._credit -= len(groups)
+            if self._credit <= 0:
+                self._credit_granted.clear()
             # One call for all groups: a turn of the event loop takes a decode step, so a turn per group is too slow.
             try:
                 answers = await asyncio.to_thread(self._send, groups)
@@ -396,29 +398,20 @@ class Actor:
 
     def _send(self, groups: list[FinishedGroup]) -> list[Answer]:
         """Send groups, on a thread of its own; the hub's answers in the same order."""
-        messages = [Group(lease_id=group.lease_id, ref=group.ref, seq=group.seq) for group in groups]
         return self._link.request_all(
-            [(message, group.rows) for message, group in zip(messages, groups, strict=True)]
+            [(Group(lease_id=group.lease_id, ref=group.ref, seq=group.seq), group.rows) for group in groups]
         )
 
     def _note_sent(self, group: FinishedGroup, answer: Answer) -> None:
         group.is_sent = True
         self._watch.answered(group.ref, answer)
         self._leases.pop(group.lease_id, None)
-        if isinstance(answer, Refused):
-            self._forget_refused(group, answer)
-        else:
+        if not isinstance(answer, Refused):
             self._sealer.confirm(group)
-
-    def _spend_credit(self, num_groups: int) -> None:
-        self._credit -= num_groups
-        if self._credit <= 0:
-            self._credit_granted.clear()
-
-    def _forget_refused(self, group: FinishedGroup, refused: Refused) -> None:
-        if after(refused) is not Next.DROP:
-            raise error_of(refused)
-        logger.warning("group %d attempt %d: %s", group.ref.group_id, group.ref.attempt, refused.detail)
+            return
+        if after(answer) is not Next.DROP:
+            raise error_of(answer)
+        logger.warning("group %d attempt %d: %s", group.ref.group_id, group.ref.attempt, answer.detail)
         self._sealer.drop(group)
 
     def _registration(self) -> Register:
