@@ -241,20 +241,15 @@ class Trainer:
         )
 
     def _step(self, step: int, stop: threading.Event) -> None:
-        while not stop.is_set() and not self._try_step(step, stop):
-            pass
-
-    def _try_step(self, step: int, stop: threading.Event) -> bool:
-        """Train and submit a step; False if its loss or gradient is not finite. Its groups are quarantined then."""
+        """Train and submit a step. If its loss or gradient is not finite, its groups are quarantined instead."""
         waited_from = time.time()
         reserved_rows = self._reserve_rows(step, stop)
         if reserved_rows is None:
-            return True
+            return
         with self._turn():
             computed = self._compute(step, *reserved_rows, waited_from)
         if computed is not None:
             self._committer.submit(computed)  # may wait for earlier commits
-        return computed is not None
 
     def _compute(
         self, step: int, reserved: Reserved, groups: list[list[Rollout]], waited_from: float
@@ -268,7 +263,8 @@ class Trainer:
         assembled = assemble_rows(step, groups, self._config)
         rows = assembled.rows
         keeps_logprobs = self._config.store.trainer_logprobs
-        upload = None if keeps_logprobs else self._uploads.submit(self._upload, step, rows)
+        key = batch_key(step, self._epoch.epoch, rank=0)
+        upload = None if keeps_logprobs else self._uploads.submit(self._store_rows, key, step, rows)
         self._pass_parity_gate(rows)
         rescored = self._rescore(rows, reserved)
         try:
@@ -279,7 +275,7 @@ class Trainer:
         computed_at, worked_seconds = time.time(), time.perf_counter() - began
         if upload is None:
             rows = _with_logprobs(rows, self._learner.trainer_logprobs)
-            upload = self._uploads.submit(self._upload, step, rows)
+            upload = self._uploads.submit(self._store_rows, key, step, rows)
         self._samples += len(rows)
         self._tokens += sum(row.rollout.num_tokens for row in rows)
         metrics = step_metrics(
@@ -328,7 +324,7 @@ class Trainer:
         held = self._held(step)
         number = held.tries + 1
         key = quarantined_key(step, self._epoch.epoch, number)
-        self._store.put(key, to_segment([encode_batch(self._context.run_id, step, rows)]))
+        self._store_rows(key, step, rows)
         if number == _TRIES:
             raise TrainingDiverged(
                 f"{error}. {_TRIES} tries in a row failed, each on other groups; their rows are in "
@@ -424,9 +420,8 @@ class Trainer:
             at_hand |= {(header.group_id, header.attempt): batch for header, batch in received}
         return [decode_rollouts(at_hand[key]) for key in keys]
 
-    def _upload(self, step: int, rows: list[TrainingRow]) -> FileEntry:
+    def _store_rows(self, key: str, step: int, rows: list[TrainingRow]) -> FileEntry:
         data = to_segment([encode_batch(self._context.run_id, step, rows)])
-        key = batch_key(step, self._epoch.epoch, rank=0)
         self._store.put(key, data)
         return entry_of(key, data)
 
