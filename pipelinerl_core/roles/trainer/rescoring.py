@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipelinerl_core.algo.rescoring import Evidence, Float64Array, HealthyMean, num_fresh_tokens, owners
+from pipelinerl_core.algo.spans import clipped
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ParityError
 from pipelinerl_core.interfaces import Rescorer
@@ -318,11 +319,10 @@ class Rescoring:
             watched.add(version, differences.mismatch, norm)
             if not watched.evidence.is_alarm:
                 self._healthy.follow(_joined_versions(differences.mismatch))
-        newest = {name: max(int(key.rpartition("/")[2]) for key in self._watched if key.startswith(f"{name}/"))
-                  for name in {key.rpartition("/")[0] for key in self._watched}}  # fmt: skip
+        newest = dict(sorted(map(ActorKey.parse, self._watched)))  # name -> its largest epoch
         for actor, watched in list(self._watched.items()):
-            name, _, epoch = actor.rpartition("/")
-            if int(epoch) < newest[name] or watched.scored_at < version - _SILENT_STEPS:
+            name, epoch = ActorKey.parse(actor)
+            if epoch < newest[name] or watched.scored_at < version - _SILENT_STEPS:
                 del self._watched[actor]
         texts = {actor: watched.evidence.text(norm) for actor, watched in self._watched.items()}
         alarms = {actor: text for actor, text in texts.items() if text}
@@ -390,9 +390,7 @@ def prefix(rollout: Rollout, num_tokens: int) -> Rollout:
         completion_token_ids=rollout.completion_token_ids[:num_tokens],
         rollout_logprobs=rollout.rollout_logprobs[:num_tokens],
         loss_mask=rollout.loss_mask[:num_tokens],
-        weight_spans=tuple(
-            span._replace(end=min(span.end, num_tokens)) for span in rollout.weight_spans if span.start < num_tokens
-        ),
+        weight_spans=tuple(clipped(rollout.weight_spans, num_tokens)),
         turn_spans=(),
         turn_rewards=(),
         branch_starts=tuple(start for start in rollout.branch_starts if start < num_tokens),
