@@ -1,6 +1,5 @@
 """Episodes whose histories do not continue: each branch is a context of its own, exact to the token."""
 
-import asyncio
 import json
 import random
 from dataclasses import replace
@@ -19,17 +18,14 @@ from pipelinerl_core.data.checks import check_groups
 from pipelinerl_core.data.codec import decode_batch, decode_rollouts, encode_batch, encode_rollouts
 from pipelinerl_core.data.partials import decode_partials, encode_partials, join_rows
 from pipelinerl_core.errors import SchemaMismatch
-from pipelinerl_core.messages import Lease
 from pipelinerl_core.roles.trainer.rescoring import prefix
-from pipelinerl_core.rollouts.episode import EpisodePlayer
-from pipelinerl_core.rollouts.runner import GroupRunner
 from pipelinerl_core.rollouts.task_columns import task_text
 from pipelinerl_core.training.model import prepare_model
 from pipelinerl_core.training.policy import Policy
 from pipelinerl_core.types import Completion, Played, Score, TrainingRow
 from tests.models import reference_logprobs, tiny_model
 from tests.rollout_rows import group_ref
-from tests.unit.rollouts.test_episode import OWN, PROMPT, Chat, Environments, config, engine, play, same
+from tests.unit.rollouts.test_episode import OWN, Environments, config, play, play_group, same
 
 SETTINGS = config(
     "environment.path=x.py:Count", "prompts.kind=environment", "environment.turn_tokens=4", "rollouts.max_tokens=64",
@@ -57,17 +53,8 @@ def random_follows(seed, num_turns):
     return [rng.choice([turn - 1, turn - 1, rng.randrange(-1, turn)]) for turn in range(1, num_turns)]
 
 
-def rollouts_of(environments, *, restored=None, size=2):
-    lease = Lease(group_id=4, attempt=0, lease_id="4.0", deadline_seconds=0.0, group_size=size, prompt=PROMPT)
-
-    async def main():
-        tested_engine = engine()
-        runner = GroupRunner({"": EpisodePlayer(tested_engine, environments, Chat(), SETTINGS)}, actor="a")
-        rollouts = await runner.run(lease, restored)
-        await tested_engine.close()
-        return rollouts
-
-    return asyncio.run(main())
+def rollouts_of(environments, *, size=2):
+    return play_group(environments, SETTINGS, size=size)[0]
 
 
 def expected_logprobs(rollout):

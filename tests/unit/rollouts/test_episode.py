@@ -137,6 +137,20 @@ def play(environments, settings, *, restored=None, version=0, swap_at=(), restar
     return asyncio.run(main())
 
 
+def play_group(environments, settings, *, size=2, restored=None):
+    """(rollouts, log rows, number of sampled tokens) of the episodes of a group."""
+    lease = Lease(group_id=4, attempt=0, lease_id="4.0", deadline_seconds=0.0, group_size=size, prompt=PROMPT)
+
+    async def main():
+        tested_engine = engine()
+        runner = GroupRunner({"": EpisodePlayer(tested_engine, environments, Chat(), settings)}, actor="a")
+        rollouts = await runner.run(lease, restored)
+        await tested_engine.close()
+        return rollouts, runner.growth(), tested_engine.stats().num_tokens
+
+    return asyncio.run(main())
+
+
 OWN = config("environment.path=x.py:Count", "prompts.kind=environment")
 
 
@@ -207,22 +221,12 @@ def test_new_weights_end_the_use_of_kept_keys_and_values():
     class Swaps(Environments):
         async def play(self, task, seed, host):
             reply = await host.ask([{"role": "user", "content": [3]}], [], -1)
-            await self.engine.swap(WeightUpdate(version=1, tensors=newer(1), num_bytes=0))
+            await host._engine.swap(WeightUpdate(version=1, tensors=newer(1), num_bytes=0))
             await host.ask([{"role": "user", "content": [reply.num_tokens % 8]}], [], 0)
             return Played(score=Score(1.0))
 
-    async def main():
-        tested_engine, environments = engine(), Swaps()
-        environments.engine = tested_engine
-        progress = Progress(group_id=4, rollout_index=0, attempt=1)
-        player = EpisodePlayer(tested_engine, environments, Chat(), OWN)
-        episode = player.episode(progress, request_id="e", sampler=Sampler(seed=5))
-        await player.play(episode, PROMPT, 5, player.group(PROMPT, 1), 0)
-        await tested_engine.close()
-        return episode, progress.completion()
-
-    episode, whole = asyncio.run(main())
-    second = episode.turn_spans[1]
+    episode, progress, *_ = play(Swaps(), OWN)
+    whole, second = progress.completion(), episode.turn_spans[1]
     assert [span.version for span in whole.weight_spans] == [0, 1]
     newest = tiny_model()
     newest.load_state_dict(newer(1))
@@ -418,40 +422,21 @@ def test_a_play_that_begins_again_in_the_same_actor_gets_its_earlier_turns():
     ],
 )
 def test_an_episode_without_tokens_is_an_error_row(environments, text):
-    lease = Lease(group_id=4, attempt=0, lease_id="4.0", deadline_seconds=0.0, group_size=2, prompt=PROMPT)
-
-    async def main():
-        tested_engine = engine()
-        player = EpisodePlayer(tested_engine, environments, Chat(), OWN)
-        rollouts = await GroupRunner({"": player}, actor="a").run(lease)
-        await tested_engine.close()
-        return rollouts
-
-    for rollout in asyncio.run(main()):
+    rollouts, *_ = play_group(environments, OWN)
+    for rollout in rollouts:
         assert rollout.outcome is Outcome.ERROR
         assert text in rollout.error
         assert (rollout.num_tokens, len(rollout.prompt_token_ids)) == (0, 1)
 
 
 def test_the_rows_of_a_group_of_episodes_pass_the_hubs_checks_and_restart_with_their_rewards():
-    lease = Lease(group_id=4, attempt=0, lease_id="4.0", deadline_seconds=0.0, group_size=2, prompt=PROMPT)
     settings = config("environment.path=x.py:Count", "prompts.kind=environment", "environment.turn_tokens=8")
-
-    async def main(restored=None):
-        tested_engine = engine()
-        player = EpisodePlayer(tested_engine, Environments(), Chat(), settings)
-        runner = GroupRunner({"": player}, actor="a")
-        rollouts = await runner.run(lease, restored)
-        rows = runner.growth()
-        await tested_engine.close()
-        return rollouts, rows, tested_engine.stats().num_tokens
-
-    rollouts, rows, _ = asyncio.run(main())
+    rollouts, rows, _ = play_group(Environments(), settings)
     check_groups([group_ref(rollouts)], encode_rollouts("run", rollouts))
     assert [rollout.reward for rollout in rollouts] == [3.0, 3.0]
     assert rollouts[0].completion_token_ids.tolist() != rollouts[1].completion_token_ids.tolist()
     assert rollouts[0].reward_components == (RewardComponent("turns", 3.0),)
-    again, _, num_sampled = asyncio.run(main(join_rows(rows)))
+    again, _, num_sampled = play_group(Environments(), settings, restored=join_rows(rows))
     assert num_sampled == 0
     for left, right in zip(rollouts, again, strict=True):
         assert left.completion_token_ids.tolist() == right.completion_token_ids.tolist()
@@ -485,19 +470,8 @@ class Compared(Environments):
 
 @pytest.mark.parametrize("failing", [(), (1,)])
 def test_a_group_is_scored_together_when_its_last_episode_has_ended(failing):
-    lease = Lease(group_id=4, attempt=0, lease_id="4.0", deadline_seconds=0.0, group_size=4, prompt=PROMPT)
     environments = Compared(*failing)
-
-    async def main(restored=None):
-        tested_engine = engine()
-        player = EpisodePlayer(tested_engine, environments, Chat(), OWN)
-        runner = GroupRunner({"": player}, actor="a")
-        rollouts = await runner.run(lease, restored)
-        rows = runner.growth()
-        await tested_engine.close()
-        return rollouts, rows, tested_engine.stats().num_tokens
-
-    rollouts, rows, num_sampled = asyncio.run(main())
+    rollouts, rows, num_sampled = play_group(environments, OWN, size=4)
     (transcripts,) = environments.groups
     scored = [rollout for rollout in rollouts if rollout.outcome is Outcome.SCORED]
     assert len(transcripts) == len(scored) == 4 - len(failing)
@@ -509,7 +483,8 @@ def test_a_group_is_scored_together_when_its_last_episode_has_ended(failing):
     assert num_sampled > 0
 
     without_scores = [replace(row, outcome=None, reward=None, reward_components=()) for row in rows[:2]]
-    again, _, num_again = asyncio.run(main(join_rows([*without_scores, *rows[2:]])))
+    restored = join_rows([*without_scores, *rows[2:]])
+    again, _, num_again = play_group(environments, OWN, size=4, restored=restored)
     assert num_again == 0  # no episode with a transcript is played again
     assert [rollout.reward for rollout in again] == [rollout.reward for rollout in rollouts]
     assert environments.groups == [transcripts, transcripts]
@@ -518,7 +493,6 @@ def test_a_group_is_scored_together_when_its_last_episode_has_ended(failing):
 @pytest.mark.parametrize("is_repeated", [False, True])
 @pytest.mark.parametrize(("turns", "reward"), [(2, -1.0), (0, None)])
 def test_an_episode_whose_environment_hangs_has_the_reward_for_that_and_counts_as_failed(turns, reward, is_repeated):
-    lease = Lease(group_id=4, attempt=0, lease_id="4.0", deadline_seconds=0.0, group_size=2, prompt=PROMPT)
     overrides = ["environment.path=x.py:Count", "prompts.kind=environment", "environment.timeout_reward=-1"]
     settings = config(*overrides, "environment.turn_tokens=8")
 
@@ -527,18 +501,11 @@ def test_an_episode_whose_environment_hangs_has_the_reward_for_that_and_counts_a
             await super().play(task, seed, host)
             raise EnvironmentTimeout("too long")
 
-    async def main(environments, restored=None):
-        tested_engine = engine()
-        runner = GroupRunner({"": EpisodePlayer(tested_engine, environments, Chat(), settings)}, actor="a")
-        rollouts = await runner.run(lease, restored)
-        await tested_engine.close()
-        return rollouts, runner.growth()
-
     restored = None
     if is_repeated:  # the log has three turns of each episode
-        rows = asyncio.run(main(Environments()))[1]
+        rows = play_group(Environments(), settings)[1]
         restored = join_rows([replace(row, outcome=None, reward=None, reward_components=()) for row in rows])
-    rollouts, _ = asyncio.run(main(Hanging(turns), restored))
+    rollouts, *_ = play_group(Hanging(turns), settings, restored=restored)
     assert [(rollout.reward, rollout.error) for rollout in rollouts] == [(reward, "environment: too long")] * 2
     assert {rollout.outcome for rollout in rollouts} == {Outcome.ERROR if reward is None else Outcome.SCORED}
     num_kept = turns or 3 * is_repeated  # an error is not trained
