@@ -42,7 +42,9 @@ class Changed:
     """Speed of the decode steps of each actor, relative to the source; empty: 1 for all."""
 
     def speeds_of(self, config: RunConfig) -> Speeds:
-        return self.source.speeds_of(config)
+        # In the table, the time of a decode step depends on the tokens that it reads from the KV cache.
+        source = Table(self.work_of(config).lengths) if isinstance(self.source, Table) else self.source
+        return source.speeds_of(config)
 
     def work_of(self, config: RunConfig) -> Work:
         work, actors = self.source.work_of(config), config.placement.actors

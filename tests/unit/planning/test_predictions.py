@@ -102,6 +102,12 @@ def test_each_input_names_its_source():
     assert next(row for row in inputs(given, PRESET) if row["input"] == "completions")["source"].startswith("given")
 
 
+def test_longer_completions_take_longer_decode_steps_of_the_table():
+    shorter, same, longer = (Changed(Table(), factor).speeds_of(PRESET) for factor in (0.5, 1.0, 2.0))
+    assert shorter.decode_seconds(64) < same.decode_seconds(64) < longer.decode_seconds(64)
+    assert same.decode_seconds(64) == Table().speeds_of(PRESET).decode_seconds(64)
+
+
 def test_waits_for_tools_are_given_or_named_as_left_out():
     config = override_config(PRESET, ["environment.path=game.py:Game", "reward.kind=auto"])
     assert "waits for the environment. Give --turns and --tool-seconds" in document(Table(), config)["not_simulated"]
