@@ -46,18 +46,23 @@ def start_rclone(root: Path) -> S3Server:
         stderr=subprocess.DEVNULL,
         process_group=0,
     )
+    try:
+        _await_connection(process, port)
+    except BaseException:  # also after Ctrl-C, which does not reach the server
+        stop_rclone(process)
+        raise
+    return S3Server(f"http://127.0.0.1:{port}", root, process)
+
+
+def _await_connection(process: subprocess.Popen[bytes], port: int) -> None:
     deadline = time.monotonic() + _START_SECONDS
-    while True:
+    while process.poll() is None and time.monotonic() < deadline:
         try:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return S3Server(f"http://127.0.0.1:{port}", root, process)
+            return
         except OSError:
-            if process.poll() is not None or time.monotonic() > deadline:
-                stop_rclone(process)
-                raise ConfigError(
-                    f"rclone serve s3 did not answer on port {port} within {_START_SECONDS:.0f} s"
-                ) from None
             time.sleep(0.05)
+    raise ConfigError(f"rclone serve s3 did not answer on port {port} within {_START_SECONDS:.0f} s")
 
 
 def stop_rclone(process: subprocess.Popen[bytes]) -> None:

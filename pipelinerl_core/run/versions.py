@@ -1,7 +1,8 @@
 """Durable weight versions of a run, and the versions that --version names."""
 
 import math
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ConfigError
@@ -62,13 +63,16 @@ def remove_weights(store: ObjectStore, keys: Collection[str]) -> None:
     delete_with_folders(store, sorted(set(keys) - manifests))
 
 
-def stored_weights(store: ObjectStore) -> set[str]:
-    """Prefixes (`WeightManifest.key`) of the versions that the object store has, whole or as a difference.
+def stored_weights(store: ObjectStore) -> dict[int, set[str]]:
+    """Version -> prefixes (`WeightManifest.key`) under which the object store has it, whole or as a difference.
 
     Two trainers may have stored the same version, of which a commit names one.
     """
-    end = f"/{MANIFEST_FILE}"
-    return {key.removesuffix(end) for key in list_keys(store, "weights") if key.endswith(end)}
+    end, stored = f"/{MANIFEST_FILE}", defaultdict[int, set[str]](set)
+    for key in list_keys(store, "weights"):
+        if key.endswith(end):
+            stored[parse_step_key(key)[0]].add(key.removesuffix(end))
+    return dict(stored)
 
 
 def stored_versions(store: ObjectStore, through: float = math.inf) -> set[int]:
@@ -76,7 +80,7 @@ def stored_versions(store: ObjectStore, through: float = math.inf) -> set[int]:
 
     through: the newest version that counts. Later ones may be of steps that were given up.
     """
-    return {version for prefix in stored_weights(store) if (version := parse_step_key(prefix)[0]) <= through}
+    return {version for version in stored_weights(store) if version <= through}
 
 
 def is_durable(commit: Commit) -> bool:
@@ -84,9 +88,15 @@ def is_durable(commit: Commit) -> bool:
     return commit.manifest is not None and commit.manifest.key is not None
 
 
-def is_stored(commit: Commit, stored: Collection[str]) -> bool:
-    """Whether the weights that a commit names are among `stored_weights`."""
-    return commit.manifest is not None and commit.manifest.key in stored
+def is_stored(commits: Mapping[int, Commit], step: int, stored: Mapping[int, set[str]]) -> bool:
+    """Whether the weights that the commit of a step names are among `stored_weights`.
+
+    Reads the commit only if a version of the step is stored.
+    """
+    if step not in stored or step not in commits:
+        return False
+    manifest = commits[step].manifest
+    return manifest is not None and manifest.key in stored[step]
 
 
 def durable_versions(commits: Iterable[Commit]) -> list[int]:
@@ -102,7 +112,7 @@ def find_commit(run: RunContext, version: str, *, may_replay: bool = False) -> C
     commits, stored = read_commits(run.store), stored_weights(run.store)
     named = [step for step in commits if version in ("first", str(step))][:1]
     for step in reversed(commits) if version == "last" else named:
-        if is_stored(commits[step], stored) or (may_replay and version == str(step)):
+        if is_stored(commits, step, stored) or (may_replay and version == str(step)):
             return commits[step]
     if may_replay:
         there = f"the newest step is {max(commits)}" if commits else "no step is committed"
@@ -121,8 +131,7 @@ def find_commits(run: RunContext, version: str) -> list[Commit]:
     if version in (ALL, DUE):
         commits = read_commits(run.store)
         stored = stored_weights(run.store)
-        steps = sorted({parse_step_key(prefix)[0] for prefix in stored} & commits.keys())
-        durable = [commits[step] for step in steps if is_stored(commits[step], stored)]
+        durable = [commits[step] for step in sorted(stored) if is_stored(commits, step, stored)]
         ends = {0, max(commits, default=0)}
         return [
             commit for commit in durable if version == ALL or commit.step in ends or run.config.evaluates(commit.step)

@@ -66,7 +66,8 @@ def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
 def _write_model(run: RunContext, commit: Commit, file: Path) -> None:
     """Write all weights of a version to a file; after an error of `run_tool`, its directory is removed."""
     arguments = {"run": run.store.url, "version": str(commit.step), "file": str(file)}
-    seconds = WRITE_SECONDS if is_stored(commit, stored_weights(run.store)) else _REPLAY_SECONDS
+    has_weights = is_stored({commit.step: commit}, commit.step, stored_weights(run.store))
+    seconds = WRITE_SECONDS if has_weights else _REPLAY_SECONDS
     try:
         run_tool(run, "pipelinerl_core.tools.write_model", arguments, seconds)
     except PipelineRLError:

@@ -86,9 +86,8 @@ class RunModels:
         name = self._run.config.tracking.register_as
         if name and last >= self._run.config.trainer.steps:
             stored, commits = stored_weights(self._run.store), self._follower.commits
-            candidates = {  # the weights of others would be trained again
-                step: own for step, own in evals.items() if step in commits and is_stored(commits[step], stored)
-            }
+            # The weights of others would be trained again.
+            candidates = {step: own for step, own in evals.items() if is_stored(commits, step, stored)}
             most = max((own.num_prompts for own in candidates.values()), default=0)  # others are not comparable
             best = best_version({step: own for step, own in candidates.items() if own.num_prompts == most})
             self._challenge(name, last if best is None else best)

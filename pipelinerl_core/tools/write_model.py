@@ -26,7 +26,7 @@ def write_model(context: RunContext, version: str, file: Path) -> None:
     was trained from another base model than this host's, and PipelineRLError if this host computes other weights.
     """
     commit = find_commit(context, version, may_replay=True)
-    if commit.manifest is not None and is_stored(commit, stored_weights(context.store)):
+    if commit.manifest is not None and is_stored({commit.step: commit}, commit.step, stored_weights(context.store)):
         weights: Mapping[str, Tensor] = WeightSubscriber(context.store).read(commit.manifest)
     else:
         weights = replayed_weights(context, commit).tensors

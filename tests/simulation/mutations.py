@@ -80,8 +80,10 @@ DEFECTS: dict[str, tuple[Edit, ...]] = {
     ),
     "a trainer announces a commit before it writes it": (
         Edit("roles/trainer/committer.py", "        write_commit(self._store, self._epoch, commit)\n"
-             "        self.newest = commit\n        self._announce(commit, is_last=is_last)\n",
-             "        self.newest = commit\n        self._announce(commit, is_last=is_last)\n"
+             "        self.newest = commit\n        self.counted[step] = commit_key(step, self._epoch.epoch)\n"
+             "        self._announce(commit, is_last=is_last)\n",
+             "        self.newest = commit\n        self.counted[step] = commit_key(step, self._epoch.epoch)\n"
+             "        self._announce(commit, is_last=is_last)\n"
              "        write_commit(self._store, self._epoch, commit)\n"),
     ),
     "a commit does not tell the hub the tokens of its groups (seed 22)": (

@@ -1,7 +1,7 @@
 """What must hold for a hub at any time, and for the store of a run that has ended, whatever happened before."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data.compaction import list_rollouts, read_rollouts
@@ -10,7 +10,8 @@ from pipelinerl_core.errors import SchemaMismatch
 from pipelinerl_core.ledger import ActorKey, Ledger
 from pipelinerl_core.ledger.tokens import RETIRED_ACTORS
 from pipelinerl_core.run.commits import Commits, read_commits
-from pipelinerl_core.run.records import Commit
+from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.records import EVALS_PREFIX, Commit, EvalRecord
 from pipelinerl_core.tools.audit import Audit
 from pipelinerl_core.types import GroupKey, TrainingRow
 from pipelinerl_core.weights.files import take_snapshot
@@ -44,16 +45,20 @@ def check_ledger(ledger: Ledger) -> dict[str, object]:
     return {}
 
 
+Rows = dict[int, list[TrainingRow] | None]
+"""Step -> its rows; None if `store.keep_rows` has removed them."""
+
+
 class _Audit(Audit):
     """The audit, which keeps the rows of each commit."""
 
     def __init__(self, store: PlainStore, config: RunConfig) -> None:
         super().__init__(store, config)
-        self.rows: dict[int, Sequence[TrainingRow]] = {}
+        self.rows: Rows = {}
 
     def _rows(self, commit: Commit) -> list[TrainingRow] | None:
         rows = super()._rows(commit)
-        self.rows[commit.step] = rows or ()
+        self.rows[commit.step] = rows
         return rows
 
 
@@ -64,7 +69,12 @@ def check(store: PlainStore, config: RunConfig) -> list[str]:
     if not audit["closes"] or audit["lost"] or audit["trained_twice"] or audit["commits"] != config.trainer.steps + 1:
         return [f"audit: {audit}"]
     commits = read_commits(store)
-    return [*_other_weights(auditor.rows, commits), *_lost_rows(store, commits)]
+    evals = [read_record(store, key, EvalRecord) for key in store.list(EVALS_PREFIX)]
+    wrong = [record.version for record in evals if config.eval.on == "own" and record.last_version != record.version]
+    if wrong:
+        return [f"evaluations of versions {wrong} have tokens of other versions"]
+    learner = ScriptedLearner(config.model.dtype)
+    return [*_other_weights(learner, auditor.rows, commits), *_lost_rows(store, auditor.rows, commits)]
 
 
 def weights_of(store: PlainStore) -> list[str]:
@@ -72,18 +82,19 @@ def weights_of(store: PlainStore) -> list[str]:
     return [commit.weights_digest for commit in read_commits(store).values()]
 
 
-def _other_weights(rows: Mapping[int, Sequence[TrainingRow]], commits: Commits) -> Iterator[str]:
+def _other_weights(learner: ScriptedLearner, rows: Rows, commits: Commits) -> Iterator[str]:
     """Steps whose weights are not those of the recorded batches."""
-    learner = ScriptedLearner()
     for step, commit in commits.items():
         if step:
-            learner.learn(rows[step])
+            if (of_step := rows[step]) is None:
+                return
+            learner.learn(of_step)
         if take_snapshot(learner).entry.digest != commit.weights_digest:
             yield f"step {step}: the weights are not those of the recorded batches"
             return
 
 
-def _lost_rows(store: PlainStore, commits: Commits) -> Iterator[str]:
+def _lost_rows(store: PlainStore, rows: Rows, commits: Commits) -> Iterator[str]:
     """Groups whose rows were in a deleted segment, were not trained, and are in no compacted object."""
     kept: set[GroupKey] = set()
     written = store.disk.written
@@ -107,5 +118,5 @@ def _lost_rows(store: PlainStore, commits: Commits) -> Iterator[str]:
             step, fate = fates[group_id]
             # docs/storage.md: a segment may be written after a compaction has listed the segments.
             is_late = fate.fate != "trained" and written[key] > read.get(step, written[key])
-            if fate.attempt == attempt and (group_id, attempt) not in kept and not is_late:
+            if rows[step] is not None and fate.attempt == attempt and (group_id, attempt) not in kept and not is_late:
                 yield f"{key} was deleted, and group {group_id} ({fate.fate}) is in no compacted object"

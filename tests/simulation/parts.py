@@ -115,8 +115,9 @@ class ScriptedLearner:
 
     rescorer = None
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: str) -> None:
         self.version = 0
+        self._dtype = dtype
         self._digest = bytes(32)
 
     def step(self, rows: Sequence[Any]) -> dict[str, float]:
@@ -137,10 +138,12 @@ class ScriptedLearner:
         return [rollout.rollout_logprobs for rollout in rollouts]
 
     def layout(self) -> WeightLayout:
-        return WeightLayout((TensorMeta("digest", "float32", (32,)),))
+        # A step changes few elements of `constant`, so that a version in bfloat16 is stored as a difference.
+        return WeightLayout((TensorMeta("digest", self._dtype, (32,)), TensorMeta("constant", self._dtype, (200,))))
 
     def weights(self, targets: Mapping[str, torch.Tensor]) -> None:
         targets["digest"].copy_(torch.frombuffer(bytearray(self._digest), dtype=torch.uint8))
+        targets["constant"].zero_()
 
     def state(self) -> LiveState:
         return LiveState(take_snapshot(self).tensors, {"version": self.version})

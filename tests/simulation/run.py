@@ -20,19 +20,24 @@ from pipelinerl_core.errors import DeadlineExceeded, Fenced, HubUnavailable, Pip
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.roles.actor import loop as actor_loop
 from pipelinerl_core.roles.actor import main as actor_main
+from pipelinerl_core.roles.actor.evaluating import ActorEvaluation
 from pipelinerl_core.roles.actor.loop import Actor, ActorParts
+from pipelinerl_core.roles.evaluator import main as evaluator_main
 from pipelinerl_core.roles.hub import main as hub_main
 from pipelinerl_core.roles.hub import service
-from pipelinerl_core.roles.runtime import hub_link, monitor
+from pipelinerl_core.roles.runtime import evaluation, hub_link, monitor
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.runtime.process import exit_codes
+from pipelinerl_core.roles.runtime.task import Task
 from pipelinerl_core.roles.trainer import main as trainer_main
 from pipelinerl_core.rollouts.player import SingleTurns, TextCodec
 from pipelinerl_core.run import compaction, hub_status
 from pipelinerl_core.run.context import RunContext
+from pipelinerl_core.run.evaluations import SCHEDULED
 from pipelinerl_core.run.history import is_complete
 from pipelinerl_core.run.records import CONTROL_KEY, RUN_KEY
 from pipelinerl_core.supervision.run_roles import is_over
+from pipelinerl_core.telemetry.metrics import METRICS
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.builders import run_record, small_config
 from tests.simulation.faults import plan, schedule
@@ -55,12 +60,12 @@ _STOP_SECONDS = 5.0
 
 
 class NoMetrics:
-    """Metrics of a role that nobody reads."""
+    """Metrics of a role that nobody reads. Raises KeyError for an unknown metric."""
 
     def __init__(self, *_: Any) -> None: ...
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_, **__: None
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda metric, *_, **__: METRICS[metric]
 
 
 class Simulation:
@@ -78,6 +83,9 @@ class Simulation:
         """Name of a role -> its newest process."""
         self.pids: dict[int, Process] = {}
         self.names = ["hub", "trainer", *(f"actor-{index}" for index in range(num_actors))]
+        self.evaluates_on = config.eval.on if config.eval.num_prompts else ""
+        if self.evaluates_on == "own":
+            self.names.append("evaluator")
         self.ended: set[str] = set()
         self.is_stopping = False
         self.errors: list[str] = []
@@ -96,7 +104,8 @@ class Simulation:
 
     def start(self, name: str, host: str = "host") -> None:
         """Start a role; its process is the one that is started again if it fails."""
-        role = {"hub": self._hub, "trainer": self._trainer}.get(name, self._actor)
+        roles = {"hub": self._hub, "trainer": self._trainer, "evaluator": self._evaluator}
+        role = roles.get(name, self._actor)
         own = self._process(name, host, role)
         self.processes[name] = own
         if self.is_stopping:
@@ -199,6 +208,7 @@ class Simulation:
             parts = ActorParts(
                 engine=engine, players={"": SingleTurns(engine, ScriptedScorer(), CODEC, self.config)},
                 subscriber=WeightSubscriber(context.store), segments=segments, store=context.store,
+                evaluation=ActorEvaluation(context, engine) if self.evaluates_on == "actors" else None,
             )  # fmt: skip
 
             def link(registration: Any) -> HubLink:
@@ -207,8 +217,11 @@ class Simulation:
 
             await Actor(self.config, parts, run_id="run", name=name, epoch=epoch, link=link).run(own.stop)
 
-        loop = Loop()
-        loop.run_until_complete(run())
+        Loop().run_until_complete(run())
+
+    def _evaluator(self, own: Process) -> None:
+        beside = monitor.RoleMonitor("evaluator", "evaluator", "run")
+        Loop().run_until_complete(evaluator_main.run(self.context(own), SCHEDULED, None, beside))
 
     @property
     def must_resume(self) -> bool:
@@ -231,7 +244,13 @@ def replaced_machinery(simulation: Callable[[], Simulation], sync_seconds: float
 
     @contextlib.contextmanager
     def learners(*_: Any) -> Iterator[Any]:
-        yield mock.Mock(build=lambda config: ScriptedLearner())
+        yield mock.Mock(build=lambda config: ScriptedLearner(config.model.dtype))
+
+    def task(config: RunConfig, code: str | None) -> Task:
+        return Task(config=config, codec=CODEC, scorer=ScriptedScorer())
+
+    async def engine(config: RunConfig, **_: Any) -> ScriptedEngine:
+        return ScriptedEngine(slots=4)
 
     def mark(pid: int) -> str:
         own = simulation().pids.get(pid)
@@ -244,6 +263,7 @@ def replaced_machinery(simulation: Callable[[], Simulation], sync_seconds: float
             (hub_main, "give_back_freed_memory", lambda: None),
             (trainer_main, "open_learners", learners), (trainer_main, "freeze_startup_objects", lambda: None),
             (trainer_main, "token_digests", lambda config: {}),
+            (evaluation, "build_task", task), (evaluator_main, "open_engine", engine),
             (service, "SYNC_SECONDS", sync_seconds), (compaction, "FILE_STEPS", 6), (compaction, "MARGIN_STEPS", 3),
             (codec, "SEGMENT_OPTIONS", pa.ipc.IpcWriteOptions()),  # compression takes a quarter of the time
         ):  # fmt: skip
@@ -265,14 +285,22 @@ def settings(seed: int, steps: int) -> tuple[RunConfig, int, float]:
     max_lag, group_size, groups = rng.randint(0, 4), rng.randint(2, 4), rng.randint(1, 4)
     kind = rng.choice(["pipeline", "pipeline", "conventional", "april" if max_lag else "pipeline"])
     stale = rng.choice(["mask", "drop", "wait"] if kind == "pipeline" else ["mask", "drop"])
+    other = random.Random(f"other settings {seed}")
+    evaluations = {
+        "num_prompts": other.choice([0, 2]), "every_steps": other.choice([3, 7]),
+        "on": other.choice(["own", "actors"]),
+    }  # fmt: skip
+    weights = {
+        "transport": "object_store", "keep": other.choice([0, 4, 20]), "durable_every": other.choice([1, 1, 3]),
+    }  # fmt: skip
     config = small_config(
         trainer={"steps": steps, "rescore_share": 0.0, "groups_per_step": groups},
         schedule={"kind": kind, "max_lag": max_lag, "stale": stale},
-        weights={"transport": "object_store"},
+        model={"dtype": other.choice(["float32", "bfloat16"])}, weights=weights, eval=evaluations,
         rollouts={"max_tokens": rng.choice([4, 16, 40]), "group_size": group_size},
-        checkpoint={"every_seconds": rng.choice([0.2, 0.5, 3.0])}, eval={"num_prompts": 0},
+        checkpoint={"every_seconds": rng.choice([0.2, 0.5, 3.0])},
         engine={"concurrency": group_size * rng.randint(1, groups * min(2, max_lag + 1))},
-        store={"partial_log": rng.random() < 0.7},
+        store={"partial_log": rng.random() < 0.7, "keep_rows": other.choice([0, 0, 6])},
     )  # fmt: skip
     return config, rng.randint(1, 3), rng.choice([0.05, 0.2, 0.5])
 

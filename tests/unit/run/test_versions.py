@@ -5,6 +5,7 @@ import pytest
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.run.context import RunContext
+from pipelinerl_core.run.records import commit_key
 from pipelinerl_core.run.versions import find_commit, find_commits, retained
 from tests.builders import put_commit, put_epoch, run_record, weight_manifest
 
@@ -55,6 +56,17 @@ def test_a_removed_version_is_not_found(store):
     assert [commit.step for commit in find_commits(run, "all")] == [0, 2, 3]
     with pytest.raises(ConfigError, match=r"--version 1: not durable .*weights\.keep=20"):
         find_commit(run, "1")
+
+
+def test_the_last_version_is_found_without_the_commits_of_versions_that_are_not_stored(store):
+    put_epoch(store, 2)
+    for step in range(4):
+        put_commit(store, step, 2, manifest=weight_manifest(step, key=f"weights/{step:08d}.2"))
+    store.put("weights/00000001.2/manifest.json", b"{}")
+    store.put(commit_key(3, 2), b"damaged")
+    config = config_of({})
+    run = RunContext(store=store, record=run_record(config), config=config, token="")
+    assert find_commit(run, "last").step == 1
 
 
 def test_due_versions_are_the_ends_and_those_that_training_evaluates(store):
