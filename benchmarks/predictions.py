@@ -25,6 +25,7 @@ from pipelinerl_core.planning.closed_form import run_estimate
 from pipelinerl_core.planning.prediction import predict
 from pipelinerl_core.report.charts import Axis, Series, as_file, line_chart
 from pipelinerl_core.report.facts import collect
+from pipelinerl_core.roles.runtime.process import exit_codes
 from pipelinerl_core.run.locate import locate_run
 from pipelinerl_core.storage.object_store import open_store
 
@@ -64,7 +65,8 @@ SETTINGS = (
 """Three schedules, both engines, one and two actors, two models."""
 
 
-def main() -> None:
+@exit_codes
+def main() -> int:
     """Print a table, or one JSON document with --json."""
     parser = report.parser(__doc__)
     parser.add_argument("--root", default="./runs-predictions", help="directory of predictions and runs")
@@ -83,6 +85,7 @@ def main() -> None:
     if options.figure and not options.predict:
         Path(options.figure).write_text(figure(result), encoding="utf-8")
     report.write(result, table, as_json=options.json)
+    return 0
 
 
 def measure(
@@ -247,4 +250,4 @@ def figure(result: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -29,6 +29,7 @@ from pipelinerl_core.planning.preemptions import goodput, predict_goodput, read_
 from pipelinerl_core.planning.roofline import Table
 from pipelinerl_core.planning.simulator import Preemption
 from pipelinerl_core.report.facts import RunFacts, collect
+from pipelinerl_core.roles.runtime.process import exit_codes
 from pipelinerl_core.run.locate import locate_run
 from pipelinerl_core.storage.object_store import open_store
 
@@ -56,7 +57,8 @@ _REAL_NOTICES = {"kill -9": 0.0, "SIGTERM 5 s before": 5.0}
 _RUN_SECONDS = 1800.0
 
 
-def main() -> None:
+@exit_codes
+def main() -> int:
     """Print a table, or one JSON document with --json."""
     parser = report.parser(__doc__)
     parser.add_argument("--part", choices=("simulated", "real"), default="", help="default: both")
@@ -67,6 +69,7 @@ def main() -> None:
     rows = [] if options.part == "real" else simulated(root)
     rows += [] if options.part == "simulated" else real(root)
     report.write({**report.machine(), "rows": rows}, table, as_json=options.json)
+    return 0
 
 
 def simulated(root: Path) -> list[dict[str, Any]]:
@@ -208,4 +211,4 @@ def table(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

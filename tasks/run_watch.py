@@ -113,11 +113,11 @@ class RunWatch:
         self._start_beat = 0.0
         self._changed_at = time.monotonic()
         self._start_step = run.config.trainer.steps
+        """Newest step at the start: a resume after trainer.equal_reward_steps goes on."""
         self._read()
         self._start_step = self.committed_step
         stored = self._follower.run.config
         _quietly("alarms of earlier starts", lambda: self._alarms.skip(stored, self.commits, self._follower.last))
-        """Newest step at the start: a resume after trainer.equal_reward_steps goes on."""
 
     def __enter__(self) -> "RunWatch":
         self._view.__enter__()

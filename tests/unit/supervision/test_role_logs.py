@@ -249,6 +249,8 @@ def test_the_flow_run_keeps_a_table_of_the_logs_of_the_roles_even_after_a_failur
     (tmp_path / "r-1" / "logs").mkdir()
     write(tmp_path / "r-1" / "logs" / "trainer.log", 3, "ERROR")
     kept = {}
+    for name in ("create_progress_artifact", "update_progress_artifact", "create_markdown_artifact"):
+        monkeypatch.setattr(run_watch, name, MagicMock())
     monkeypatch.setattr(run_watch, "create_table_artifact", lambda rows, key, **_: kept.update({key: rows}))
     run = open_run(f"file://{tmp_path}/r-1")
     tracker = MagicMock(logged=None)
