@@ -244,7 +244,8 @@ def _write(store: ObjectStore, commits: Sequence[Commit], segments: "_Segments")
                 writer.write_table(rows, row_group_size=len(rows))
     data = pa.py_buffer(sink.getbuffer())
     # The batches are deleted only if the rows can be read back.
-    if pq.read_table(pa.BufferReader(data), page_checksum_verification=True, use_threads=False).num_rows != num_rows:
+    written = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True).read(use_threads=False)
+    if len(written) != num_rows:
         raise BrokenRecord(f"{store.url}/{key}: the rows cannot be read back")
     if store.exists(key):  # another process may have written the object and deleted segments in the meantime
         return False

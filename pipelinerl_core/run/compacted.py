@@ -114,9 +114,8 @@ def decode_commits(data: bytes, file: StepRange, where: str) -> dict[str, Commit
     where: location of the object, for errors.
     """
     try:
-        source = pa.BufferReader(data)
-        table = pq.read_table(source, columns=["record"], page_checksum_verification=True, use_threads=False)
-        records = table.column("record").to_pylist()
+        source = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+        records = source.read(columns=["record"], use_threads=False).column("record").to_pylist()
     except (OSError, pa.ArrowException, KeyError) as error:
         raise BrokenRecord(f"{where} is damaged: {str(error).splitlines()[0]}") from None
     commits = [parse_record(record.encode(), where, Commit) for record in records]
