@@ -31,6 +31,13 @@ def kill(run: "Simulation", rng: random.Random) -> str:
     return name
 
 
+def kill_after_change(run: "Simulation", rng: random.Random) -> str:
+    """A role is killed right after it has written or deleted an object, before it has the answer."""
+    name, number = rng.choice(run.names), rng.randrange(12)
+    run.processes[name].changes_left = number
+    return f"{name} after {number} more"
+
+
 def pause(run: "Simulation", rng: random.Random) -> str:
     name, (seconds,) = rng.choice(run.names), rng.choices([0.5, 5.0, 15.0, 120.0, 3600.0], [30, 30, 30, 9, 1])
     own = run.processes[name]
@@ -140,14 +147,14 @@ def collect_garbage(run: "Simulation", rng: random.Random) -> str:
 
 
 FAULTS: dict[str, Callable[["Simulation", random.Random], str]] = {
-    "kill": kill, "pause": pause, "second process": second, "store fails": store_fails, "store full": store_full,
-    "store slow": store_slow, "wrong listing": wrong_listing, "takeover": takeover, "damaged object": damage,
-    "messages lost": messages_lost, "connections lost": connections_lost, "clock set": clock_set, "drain": drain,
-    "gc": collect_garbage,
+    "kill": kill, "kill after a change": kill_after_change, "pause": pause, "second process": second,
+    "store fails": store_fails, "store full": store_full, "store slow": store_slow, "wrong listing": wrong_listing,
+    "takeover": takeover, "damaged object": damage, "messages lost": messages_lost,
+    "connections lost": connections_lost, "clock set": clock_set, "drain": drain, "gc": collect_garbage,
 }  # fmt: skip
-WEIGHTS = {"kill": 8, "pause": 2, "second process": 3, "store fails": 6, "store full": 1, "store slow": 2,
-           "wrong listing": 3, "takeover": 4, "damaged object": 1, "messages lost": 2, "connections lost": 2,
-           "clock set": 1, "drain": 1, "gc": 1}  # fmt: skip
+WEIGHTS = {"kill": 5, "kill after a change": 5, "pause": 2, "second process": 3, "store fails": 6,
+           "store full": 1, "store slow": 2, "wrong listing": 3, "takeover": 4, "damaged object": 1,
+           "messages lost": 2, "connections lost": 2, "clock set": 1, "drain": 1, "gc": 1}  # fmt: skip
 
 
 def plan(seed: int, number: int, until: float) -> list[Fault]:

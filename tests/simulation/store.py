@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from greenlet import GreenletExit
+
 from pipelinerl_core.errors import MissingObject, StoreUnavailable
 from tests.simulation.world import Process, World
 
@@ -53,6 +55,7 @@ class SimulatedStore:
         self.disk.written[key] = self.disk.num_requests
         if key.startswith("compacted/rollouts/"):
             self.disk.segments_read[key] = self._listings[0]
+        self._changed()
         self._answer("put")
 
     def get(self, key: str) -> bytes:
@@ -86,11 +89,14 @@ class SimulatedStore:
         return keys
 
     def delete(self, keys: Iterable[str]) -> None:
+        """In any order; a failure or a kill leaves the other objects."""
         self._begin("delete")
-        for key in keys:
+        for key in self.disk.world.rng.sample(chosen := list(keys), len(chosen)):
             data = self.disk.objects.pop(key, None)
             if data is not None and key.startswith("rollouts/"):
                 self.disk.removed[key] = data
+            self._changed()
+            self._may_fail("delete", "not all objects are deleted")
         self._answer("delete")
 
     def unfinished(self) -> dict[str, int]:
@@ -120,6 +126,15 @@ class SimulatedStore:
         own = self.disk.world
         own.sleep(own.rng.random() * 0.002)
         self._may_fail(kind, "timed out")
+
+    def _changed(self) -> None:
+        """An object was written or deleted."""
+        own = self._process
+        if own.changes_left is not None:
+            own.changes_left -= 1
+            if own.changes_left < 0:
+                own.kill()
+                raise GreenletExit
 
     def _may_fail(self, kind: str, reason: str) -> None:
         disk, own = self.disk, self.disk.world

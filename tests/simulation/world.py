@@ -36,6 +36,8 @@ class Process:
         """Event that SIGTERM sets."""
         self.stall: tuple[int, float] | None = None
         """After this number of requests to the store, a request takes these seconds."""
+        self.changes_left: int | None = None
+        """The process is killed right after this number of objects more that it writes or deletes."""
         self.lacking: tuple[int, float] | None = None
         """After this number of listings, a listing has only this share of its keys, the oldest."""
 
