@@ -169,6 +169,11 @@ def clean(tmp_path_factory, prepared_model):
     return url
 
 
+def test_a_run_replays_and_has_the_gradient_of_each_rollout(clean):
+    check_replays(clean)
+
+
+@pytest.mark.campaign  # tests/simulation kills every role after its writes
 def test_a_crash_after_each_single_write_changes_nothing(clean, tmp_path, monkeypatch):
     monkeypatch.setenv("PIPELINERL_TOKEN", TOKEN)
     crashed = str(tmp_path / "order-crashed")
