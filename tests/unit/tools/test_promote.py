@@ -40,7 +40,7 @@ from pipelinerl_core.weights.publish import WeightPublisher
 from tests.builders import put_commit, put_run
 from tests.models import publish
 from tests.synthetic_run import put_record
-from tests.unit.report.test_rollout_traces import trained_rollout
+from tests.unit.report.test_rollout_traces import rollout_with_tool
 
 NAME = "sums"
 PROMPT = "3+4+8="
@@ -103,7 +103,7 @@ def end(url):
     """What the train flow does at its end."""
     models = models_of(open_run(url))
     models.log_ends()
-    log_traces(models.uri, models.mlflow_run, [trained_rollout()], chr)
+    log_traces(models.uri, models.mlflow_run, [rollout_with_tool()], chr)
 
 
 def models_of(run):
