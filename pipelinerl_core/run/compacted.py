@@ -131,9 +131,13 @@ def read_range(store: ObjectStore, steps: StepRange) -> list[Commit]:
 
 
 def read_compacted(store: ObjectStore, key: str) -> Commit:
-    """Read a commit from the compacted object that contains it. Raises MissingObject if there is none."""
+    """Read a commit from the compacted object that contains it. Raises MissingObject if there is none.
+
+    Listed twice, because one wrong listing must not end a role: the commit may be listed, and compacted since.
+    """
     step, epoch = parse_commit_key(key)
-    for file in list_commits(store).files:
-        if file.epoch == epoch and step in file.steps:
-            return read_range(store, file)[step - file.first]
+    for _ in range(2):
+        for file in list_commits(store).files:
+            if file.epoch == epoch and step in file.steps:
+                return read_range(store, file)[step - file.first]
     raise MissingObject(f"no object {key!r} in {store.url}")

@@ -19,7 +19,14 @@ from pipelinerl_core.run.compacted import StepRange, encode_commits, list_commit
 from pipelinerl_core.run.compaction import FILE_STEPS, MARGIN_STEPS, compact_commits, is_due
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.history import counted_commit_keys, is_complete, read_commit, take_epoch
-from pipelinerl_core.run.records import COMMITS_PREFIX, CheckpointRef, Commit, commit_key, rollout_key
+from pipelinerl_core.run.records import (
+    COMMITS_PREFIX,
+    COMPACTED_COMMITS_PREFIX,
+    CheckpointRef,
+    Commit,
+    commit_key,
+    rollout_key,
+)
 from tests.builders import commit_record, put_commit, put_epoch, put_run, small_config, weight_manifest
 from tests.counting_store import CountingStore
 from tests.fakes import MemoryStore
@@ -75,6 +82,22 @@ def test_compacted_commits_count_and_are_read_as_before(run):
     assert not is_complete(run, STEPS + 1)
     with pytest.raises(MissingObject, match=r"no object 'commits/00000151\.3\.json'"):
         read_commit(run, commit_key(151, 3))
+
+
+def test_a_commit_is_read_although_one_listing_lacks_the_compacted_objects(run, monkeypatch):
+    """Seed 2242 of the simulation: a starting trainer ended, whose listing was from before the compaction."""
+    keys = counted_commit_keys(run)
+    compact_commits(run)
+    wrong, real = [COMPACTED_COMMITS_PREFIX], run.list
+
+    def listed(prefix):
+        if prefix in wrong:
+            wrong.remove(prefix)
+            return []
+        return real(prefix)
+
+    monkeypatch.setattr(run, "list", listed)
+    assert read_commit(run, keys[5]).step == 5
 
 
 def test_a_trainer_compacts_once_for_each_object():
