@@ -113,7 +113,7 @@ class RunWatch:
         self._start_beat = 0.0
         self._changed_at = time.monotonic()
         self._start_step = run.config.trainer.steps
-        """Newest step at the start: a resume after trainer.equal_reward_steps goes on."""
+        """Newest committed step when this start began. Only later steps count for trainer.equal_reward_steps."""
         self._read()
         self._start_step = self.committed_step
         stored = self._follower.run.config

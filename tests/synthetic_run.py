@@ -132,7 +132,7 @@ def training_row(rollout: Rollout, *, oldest_version: int = 0, advantage: float 
 
 
 def trained_rollout(**values: Any) -> TrainedRollout:
-    """A row of a step; fields that are not given are those of `make_rollout`."""
+    """A rollout of `make_rollout` with the given fields, as a trained rollout."""
     rollout = make_rollout()
     own = {each.name: getattr(rollout, each.name) for each in fields(rollout)}
     return TrainedRollout(**own | values)

@@ -83,11 +83,6 @@ def stored_versions(store: ObjectStore, through: float = math.inf) -> set[int]:
     return {version for version in stored_weights(store) if version <= through}
 
 
-def is_durable(commit: Commit) -> bool:
-    """Whether the weights after a step were stored in the object store; `retained` says which stay there."""
-    return commit.manifest is not None and commit.manifest.key is not None
-
-
 def is_stored(commits: Mapping[int, Commit], step: int, stored: Mapping[int, set[str]]) -> bool:
     """Whether the weights that the commit of a step names are among `stored_weights`.
 
@@ -100,8 +95,8 @@ def is_stored(commits: Mapping[int, Commit], step: int, stored: Mapping[int, set
 
 
 def durable_versions(commits: Iterable[Commit]) -> list[int]:
-    """Versions whose weights were stored in the object store, in order."""
-    return sorted(commit.step for commit in commits if is_durable(commit))
+    """Versions whose weights were stored in the object store, in order; `retained` says which stay there."""
+    return sorted(commit.step for commit in commits if commit.manifest and commit.manifest.key is not None)
 
 
 def find_commit(run: RunContext, version: str, *, may_replay: bool = False) -> Commit:

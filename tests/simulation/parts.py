@@ -139,7 +139,7 @@ class ScriptedLearner:
 
     def layout(self) -> WeightLayout:
         # A step changes few elements of `constant`, so that a version in bfloat16 is stored as a difference.
-        return WeightLayout((TensorMeta("digest", self._dtype, (32,)), TensorMeta("constant", self._dtype, (200,))))
+        return WeightLayout((TensorMeta("digest", self._dtype, (32,)), TensorMeta("constant", self._dtype, (4096,))))
 
     def weights(self, targets: Mapping[str, torch.Tensor]) -> None:
         targets["digest"].copy_(torch.frombuffer(bytearray(self._digest), dtype=torch.uint8))

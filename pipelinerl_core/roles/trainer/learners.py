@@ -205,7 +205,7 @@ training/, its section in config/learners.py, and its line here."""
 
 
 class _Loaded(NamedTuple):
-    """The models of a learner; the names are those of BaseLearner's arguments."""
+    """The models of a learner. Each field has the name of the argument of BaseLearner that takes it."""
 
     model: object
     reference: object

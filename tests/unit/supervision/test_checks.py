@@ -38,7 +38,7 @@ def config(*overrides: str):
 
 
 def set_free(monkeypatch, num_bytes, by_path=None):
-    """Let every disk have so many free bytes, except those of the paths in `by_path`."""
+    """Every path has `num_bytes` of free space; a path in `by_path` has the number of bytes given there."""
     by_path = by_path or {}
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=by_path.get(path, num_bytes)))
 
