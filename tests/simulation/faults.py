@@ -92,12 +92,28 @@ def takeover(run: "Simulation", rng: random.Random) -> str:
     return f"{name} {stall}"
 
 
+def engine(run: "Simulation", rng: random.Random) -> str:
+    """The engine of an actor fails for good, or a few of its swaps fail."""
+    name = rng.choice([name for name in run.names if name.startswith("actor")])
+    own, number = run.processes[name], rng.choice([0, 1, 4])
+    own.engine_fails, own.failing_swaps = not number, number
+    return f"{name} {f'{number} swaps' if number else ''}"
+
+
 def damage(run: "Simulation", rng: random.Random) -> str:
-    """A bit of an object that the run can do without changes: of a segment, or the partial log of an actor."""
+    """A bit of an object that the run can do without changes: of a segment, of the log of an actor, or once of
+    the newest checkpoint. Half of the times, the role that reads the object is killed."""
     keys = sorted(key for key in run.disk.objects if key.startswith(("rollouts/", "partials/")))
+    checkpoints = sorted(key for key in run.disk.objects if key.startswith("checkpoints/"))
+    newest = [key for key in checkpoints if key.startswith(checkpoints[-1].rpartition("/")[0])]
+    is_earlier_damaged = any(key.startswith("checkpoints/") for key in run.disk.damaged)
+    if rng.random() < 0.3 and len(newest) < len(checkpoints) and not is_earlier_damaged:
+        keys = newest
     if not keys:
         return "nothing"
     key = rng.choice(keys)
+    if rng.random() < 0.5:
+        run.processes["trainer" if keys is newest else "hub"].kill()
     data = bytearray(run.disk.objects[key])
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     run.disk.objects[key] = bytes(data)
@@ -149,12 +165,12 @@ def collect_garbage(run: "Simulation", rng: random.Random) -> str:
 FAULTS: dict[str, Callable[["Simulation", random.Random], str]] = {
     "kill": kill, "kill after a change": kill_after_change, "pause": pause, "second process": second,
     "store fails": store_fails, "store full": store_full, "store slow": store_slow, "wrong listing": wrong_listing,
-    "takeover": takeover, "damaged object": damage, "messages lost": messages_lost,
+    "takeover": takeover, "damaged object": damage, "engine": engine, "messages lost": messages_lost,
     "connections lost": connections_lost, "clock set": clock_set, "drain": drain, "gc": collect_garbage,
 }  # fmt: skip
 WEIGHTS = {"kill": 5, "kill after a change": 5, "pause": 2, "second process": 3, "store fails": 6,
-           "store full": 1, "store slow": 2, "wrong listing": 3, "takeover": 4, "damaged object": 1,
-           "messages lost": 2, "connections lost": 2, "clock set": 1, "drain": 1, "gc": 1}  # fmt: skip
+           "store full": 1, "store slow": 2, "wrong listing": 3, "takeover": 4, "damaged object": 2,
+           "messages lost": 2, "connections lost": 2, "clock set": 1, "drain": 1, "gc": 1, "engine": 2}  # fmt: skip
 
 
 def plan(seed: int, number: int, until: float) -> list[Fault]:

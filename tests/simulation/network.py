@@ -80,11 +80,11 @@ class SimulatedClient:
         """The exchange with this peer, in the hub's process: one message after the other."""
         service = self._server.service
         service.connected(self._peer, self._sync_now)
-        while self.is_connected or self._queue:
-            while self._queue:
-                self._queue.popleft()()
+        while self.is_connected:
             self._arrived.wait()
             self._arrived.clear()
+            while self._queue:
+                self._queue.popleft()()
         service.disconnected(self._peer)
 
     def _sync_now(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipelinerl_core.errors import EngineError, RewardError, SwapError, TrainingDiverged
 from pipelinerl_core.interfaces import TensorMeta, WeightLayout, WeightUpdate
 from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.types import (
@@ -22,16 +23,24 @@ from pipelinerl_core.types import (
     WeightSpan,
 )
 from pipelinerl_core.weights.files import take_snapshot
-from tests.simulation.primitives import world
+from tests.simulation.primitives import process, world
+from tests.simulation.world import Process
 
 TOKEN_SECONDS = 0.02
+# The loss of a step with any of these groups is not finite.
+DIVERGING_GROUPS = frozenset({3, 17})
+# The scorer fails on texts of these lengths, a 23rd of all.
+_FAILING_CHARS = frozenset({3, 33, 53})
 
 
 class ScriptedEngine:
     """Samples tokens that depend on the seed of the rollout and their position only, a few at a time."""
 
     def __init__(self, slots: int) -> None:
+        self._process: Process = process()
         self.weight_version = 0
+        self.failure = ""
+        """Why the engine has ended for good."""
         self._slots, self._running, self._waiting, self._num_tokens = slots, 0, 0, 0
         self._free = asyncio.Semaphore(slots)
         self._may_run = asyncio.Event()
@@ -55,6 +64,7 @@ class ScriptedEngine:
                 num = min(4, total - start)
                 await asyncio.sleep(TOKEN_SECONDS * num)
                 await self._may_run.wait()
+                self._check()
                 version, end = self.weight_version, start + num
                 self._num_tokens += num
                 if spans and spans[-1].version == version:
@@ -76,8 +86,18 @@ class ScriptedEngine:
             self._running -= 1
             self._free.release()
 
+    def _check(self) -> None:
+        """Raises EngineError once a fault has ended the engine."""
+        if self._process.engine_fails:
+            self.failure = "out of memory"
+            raise EngineError(self.failure)
+
     async def swap(self, update: WeightUpdate) -> SwapReport:
         await asyncio.sleep(0.001)
+        self._check()
+        if self._process.failing_swaps:
+            self._process.failing_swaps -= 1
+            raise SwapError("out of memory")
         self.weight_version = update.version
         return SwapReport(
             version=update.version, pause_seconds=0.001, num_bytes=update.num_bytes, num_running=self._running
@@ -103,8 +123,14 @@ class ScriptedEngine:
 class ScriptedScorer:
     """A reward that depends on the text only."""
 
+    def __init__(self, *, fails: bool) -> None:
+        """fails: on a few texts."""
+        self._fails = fails
+
     async def score(self, prompt: Prompt, text: str, completion: Completion | None = None) -> Score:
         await asyncio.sleep(0.001)
+        if self._fails and len(text) in _FAILING_CHARS:
+            raise RewardError("no reward for this text")
         return Score(float(len(text) % 2))
 
     async def close(self) -> None: ...
@@ -115,14 +141,20 @@ class ScriptedLearner:
 
     rescorer = None
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, *, step_seconds: float = 0.0, diverges: bool = False) -> None:
+        """diverges: on DIVERGING_GROUPS."""
         self.version = 0
         self._dtype = dtype
+        self._step_seconds, self._diverges = step_seconds, diverges
         self._digest = bytes(32)
+        self.trainer_logprobs: list[Any] = []
 
     def step(self, rows: Sequence[Any]) -> dict[str, float]:
-        world().sleep(0.05 + 0.05 * world().rng.random())
+        world().sleep(self._step_seconds * (0.5 + world().rng.random()))
+        if self._diverges and DIVERGING_GROUPS & {row.rollout.group_id for row in rows}:
+            raise TrainingDiverged(f"step {self.version + 1}: the loss is nan")
         self.learn(rows)
+        self.trainer_logprobs = [row.rollout.rollout_logprobs for row in rows]
         return {"train/loss": 0.0, "time/compute_seconds": 0.05}
 
     def learn(self, rows: Sequence[Any]) -> None:

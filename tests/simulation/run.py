@@ -7,7 +7,7 @@ import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -16,7 +16,14 @@ import pyarrow as pa
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data import codec
 from pipelinerl_core.data.segments import SegmentWriter
-from pipelinerl_core.errors import DeadlineExceeded, Fenced, HubUnavailable, PipelineRLError, StoreUnavailable
+from pipelinerl_core.errors import (
+    DeadlineExceeded,
+    EngineError,
+    Fenced,
+    HubUnavailable,
+    PipelineRLError,
+    StoreUnavailable,
+)
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.roles.actor import loop as actor_loop
 from pipelinerl_core.roles.actor import main as actor_main
@@ -24,6 +31,7 @@ from pipelinerl_core.roles.actor.evaluating import ActorEvaluation
 from pipelinerl_core.roles.actor.loop import Actor, ActorParts
 from pipelinerl_core.roles.evaluator import main as evaluator_main
 from pipelinerl_core.roles.hub import main as hub_main
+from pipelinerl_core.roles.hub import rows as hub_rows
 from pipelinerl_core.roles.hub import service
 from pipelinerl_core.roles.runtime import evaluation, hub_link, monitor
 from pipelinerl_core.roles.runtime.hub_link import HubLink
@@ -50,13 +58,42 @@ from tests.simulation.world import Process, World
 
 _PROCESS = SimpleNamespace(create_time=lambda: 0.0, memory_info=lambda: SimpleNamespace(rss=0))
 PSUTIL = SimpleNamespace(Process=lambda: _PROCESS)
-CODEC = TextCodec(encode=lambda prompt: np.array([5, 6, 7], np.int32), decode=lambda ids: "x" * int(ids.sum() % 7))
+CODEC = TextCodec(encode=lambda prompt: np.array([5, 6, 7], np.int32), decode=lambda ids: "x" * int(ids.sum() % 69))
 
 
 # The flow stops the roles this long after the trainer has ended; by then the hub has ended by itself.
 _END_SECONDS = 8.0
 # Between the request to stop and SIGKILL.
 _STOP_SECONDS = 5.0
+
+
+class Settings(NamedTuple):
+    """What a seed chooses, beside the faults."""
+
+    config: RunConfig
+    num_actors: int
+    sync_seconds: float
+    """Between two syncs of an actor."""
+    step_seconds: float
+    """Mean time of an optimizer step."""
+    group_bytes: int
+    """Memory of the hub for a group, beside its values."""
+    diverges: bool
+    """The loss of some steps is not finite."""
+    has_errors: bool
+    """Some texts have no reward."""
+
+    @property
+    def plain(self) -> "Settings":
+        """With one actor, and nothing that changes what is stored: without lag the trained rows are the same."""
+        config = self.config
+        changed = {
+            "eval": config.eval.model_copy(update={"num_prompts": 0}),
+            "weights": config.weights.model_copy(update={"keep": 0, "durable_every": 1}),
+            "checkpoint": config.checkpoint.model_copy(update={"every_seconds": 100.0}),
+            "store": config.store.model_copy(update={"partial_log": False, "keep_rows": 0}),
+        }
+        return self._replace(config=config.model_copy(update=changed), num_actors=1, step_seconds=0.05)
 
 
 class NoMetrics:
@@ -71,8 +108,9 @@ class NoMetrics:
 class Simulation:
     """The processes and the store of one run, and its flow: it starts roles again, stops and resumes them."""
 
-    def __init__(self, world: World, config: RunConfig, num_actors: int = 1) -> None:
-        self.world, self.config = world, config
+    def __init__(self, world: World, settings: Settings) -> None:
+        self.world, self.settings, self.config = world, settings, settings.config
+        config = settings.config
         self.disk = Disk(world)
         record = run_record(config)
         self.record = record
@@ -82,7 +120,7 @@ class Simulation:
         self.processes: dict[str, Process] = {}
         """Name of a role -> its newest process."""
         self.pids: dict[int, Process] = {}
-        self.names = ["hub", "trainer", *(f"actor-{index}" for index in range(num_actors))]
+        self.names = ["hub", "trainer", *(f"actor-{index}" for index in range(settings.num_actors))]
         self.evaluates_on = config.eval.on if config.eval.num_prompts else ""
         if self.evaluates_on == "own":
             self.names.append("evaluator")
@@ -93,6 +131,13 @@ class Simulation:
         NETWORK.servers.clear()
         for name in self.names:
             self.start(name)
+
+    def scorer(self) -> ScriptedScorer:
+        return ScriptedScorer(fails=self.settings.has_errors)
+
+    def learner(self) -> ScriptedLearner:
+        own = self.settings
+        return ScriptedLearner(own.config.model.dtype, step_seconds=own.step_seconds, diverges=own.diverges)
 
     def context(self, own: Process) -> RunContext:
         store: ObjectStore = SimulatedStore(self.disk, own)
@@ -120,21 +165,24 @@ class Simulation:
         self.pids[own.pid] = own
         own.stop = Event()
         own.on_end.append(self._ended)
-        own.start(lambda: self._guarded(lambda: body(own)))
+        own.start(lambda: self._guarded(own, lambda: body(own)))
         return own
 
-    def _guarded(self, body: Callable[[], None]) -> int:
+    def _guarded(self, own: Process, body: Callable[[], None]) -> int:
         try:
-            return exit_codes(lambda: self._noted(body))()
+            return exit_codes(lambda: self._noted(own, body))()
         except Exception as error:  # noqa: BLE001 - a traceback and exit code 1
             self.errors.append("".join(traceback.format_exception(error)))
             return 1
 
-    def _noted(self, body: Callable[[], None]) -> int:
+    def _noted(self, own: Process, body: Callable[[], None]) -> int:
         """Run a role; an error that no fault explains is a finding, although the role starts again after it."""
         try:
             body()
         except* (StoreUnavailable, Fenced, DeadlineExceeded, HubUnavailable):  # the last two after a pause of an hour
+            raise
+        except* EngineError as group:
+            self.errors += [repr(error) for error in group.exceptions if not (own.engine_fails or own.failing_swaps)]
             raise
         except* PipelineRLError as group:
             # The class itself: another hub is live.
@@ -206,7 +254,7 @@ class Simulation:
                 max_bytes=self.config.store.segment_bytes, clock=Time.monotonic,
             )  # fmt: skip
             parts = ActorParts(
-                engine=engine, players={"": SingleTurns(engine, ScriptedScorer(), CODEC, self.config)},
+                engine=engine, players={"": SingleTurns(engine, self.scorer(), CODEC, self.config)},
                 subscriber=WeightSubscriber(context.store), segments=segments, store=context.store,
                 evaluation=ActorEvaluation(context, engine) if self.evaluates_on == "actors" else None,
             )  # fmt: skip
@@ -239,15 +287,15 @@ class Simulation:
 
 
 @contextlib.contextmanager
-def replaced_machinery(simulation: Callable[[], Simulation], sync_seconds: float) -> Iterator[None]:
+def replaced_machinery(simulation: Callable[[], Simulation], settings: Settings) -> Iterator[None]:
     """Flight, processes and torch replaced by simulated parts."""
 
     @contextlib.contextmanager
     def learners(*_: Any) -> Iterator[Any]:
-        yield mock.Mock(build=lambda config: ScriptedLearner(config.model.dtype))
+        yield mock.Mock(build=lambda config: simulation().learner())
 
     def task(config: RunConfig, code: str | None) -> Task:
-        return Task(config=config, codec=CODEC, scorer=ScriptedScorer())
+        return Task(config=config, codec=CODEC, scorer=simulation().scorer())
 
     async def engine(config: RunConfig, **_: Any) -> ScriptedEngine:
         return ScriptedEngine(slots=4)
@@ -264,7 +312,8 @@ def replaced_machinery(simulation: Callable[[], Simulation], sync_seconds: float
             (trainer_main, "open_learners", learners), (trainer_main, "freeze_startup_objects", lambda: None),
             (trainer_main, "token_digests", lambda config: {}),
             (evaluation, "build_task", task), (evaluator_main, "open_engine", engine),
-            (service, "SYNC_SECONDS", sync_seconds), (compaction, "FILE_STEPS", 6), (compaction, "MARGIN_STEPS", 3),
+            (service, "SYNC_SECONDS", settings.sync_seconds), (hub_rows, "GROUP_BYTES", settings.group_bytes),
+            (compaction, "FILE_STEPS", 6), (compaction, "MARGIN_STEPS", 3),
             (codec, "SEGMENT_OPTIONS", pa.ipc.IpcWriteOptions()),  # compression takes a quarter of the time
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(target, name, value))
@@ -279,30 +328,39 @@ def replaced_machinery(simulation: Callable[[], Simulation], sync_seconds: float
         yield
 
 
-def settings(seed: int, steps: int) -> tuple[RunConfig, int, float]:
-    """Configuration of a seed, its number of actors, and the seconds between two syncs of an actor."""
+def settings_of(seed: int, steps: int) -> Settings:
     rng = random.Random(f"settings {seed}")
     max_lag, group_size, groups = rng.randint(0, 4), rng.randint(2, 4), rng.randint(1, 4)
     kind = rng.choice(["pipeline", "pipeline", "conventional", "april" if max_lag else "pipeline"])
     stale = rng.choice(["mask", "drop", "wait"] if kind == "pipeline" else ["mask", "drop"])
+    phases = {"steps_per_phase": rng.randint(1, max_lag + 1)} if kind == "conventional" else {}
     other = random.Random(f"other settings {seed}")
+    has_errors = other.random() < 0.3
     evaluations = {
         "num_prompts": other.choice([0, 2]), "every_steps": other.choice([3, 7]),
         "on": other.choice(["own", "actors"]),
     }  # fmt: skip
     weights = {
         "transport": "object_store", "keep": other.choice([0, 4, 20]), "durable_every": other.choice([1, 3]),
+        "publish_every": other.randint(1, max_lag + 1) if kind == "pipeline" else 1,
     }  # fmt: skip
     config = small_config(
         trainer={"steps": steps, "rescore_share": 0.0, "groups_per_step": groups},
-        schedule={"kind": kind, "max_lag": max_lag, "stale": stale},
+        schedule={"kind": kind, "max_lag": max_lag, "stale": stale, **phases},
         model={"dtype": other.choice(["float32", "bfloat16"])}, weights=weights, eval=evaluations,
-        rollouts={"max_tokens": rng.choice([4, 16, 40]), "group_size": group_size},
+        rollouts={"max_tokens": rng.choice([4, 16, 40]), "group_size": group_size,
+                  "filter_zero_variance": other.random() < 0.3},
+        placement={"lease_seconds": 10.0, "hub_bytes": 1 << 20},
         checkpoint={"every_seconds": rng.choice([0.2, 0.5, 3.0])},
         engine={"concurrency": group_size * rng.randint(1, groups * min(2, max_lag + 1))},
-        store={"partial_log": rng.random() < 0.7, "keep_rows": other.choice([0, 0, 6])},
+        store={"partial_log": rng.random() < 0.7, "keep_rows": other.choice([0, 0, 6]),
+               "trainer_logprobs": other.random() < 0.3},
     )  # fmt: skip
-    return config, rng.randint(1, 3), rng.choice([0.05, 0.2, 0.5])
+    return Settings(
+        config, num_actors=rng.randint(1, 3), sync_seconds=rng.choice([0.05, 0.2, 0.5]),
+        step_seconds=other.choice([0.05, 0.1, 0.4, 1.5]), group_bytes=other.choice([32, 256]) << 10,
+        diverges=other.random() < 0.3, has_errors=has_errors,
+    )  # fmt: skip
 
 
 class _Logs(logging.Handler):
@@ -337,15 +395,32 @@ def simulate(
     seed: int, steps: int = 20, num_faults: int = 0, kept: Sequence[int] | None = None, *, has_logs: bool = False
 ) -> Simulation:
     """A run of `steps` steps with faults; kept: indices of the faults that happen, None for all."""
-    config, num_actors, sync_seconds = settings(seed, steps)
+    settings = settings_of(seed, steps)
+    simulation = simulated(settings, seed, num_faults, kept, has_logs=has_logs)
+    simulation.errors += check(PlainStore(simulation.disk), settings.config)
+    if not settings.config.schedule.max_lag and num_faults and not simulation.errors:
+        # Without lag the trained rows depend on the configuration only.
+        undisturbed = simulated(settings.plain, seed)
+        simulation.errors += undisturbed.errors
+        if weights_of(PlainStore(undisturbed.disk)) != weights_of(PlainStore(simulation.disk)):
+            simulation.errors.append("the weights are not those of the run without faults")
+    return simulation
+
+
+def simulated(
+    settings: Settings, seed: int, num_faults: int = 0, kept: Sequence[int] | None = None, *, has_logs: bool = False
+) -> Simulation:
+    """A run with these settings."""
+    config = settings.config
     own, box = World(seed), []
     NETWORK.loses = 0.0
     with (
-        installed(), replaced_machinery(lambda: box[0], sync_seconds), running(own), contextlib.ExitStack() as logs
+        installed(), replaced_machinery(lambda: box[0], settings), running(own), contextlib.ExitStack() as logs
     ):  # fmt: skip
-        simulation = Simulation(own, config, num_actors)
+        simulation = Simulation(own, settings)
         box.append(simulation)
-        faults = plan(seed, num_faults, until=0.15 * steps + 0.3 * num_faults)
+        until = config.trainer.steps * (0.1 + settings.step_seconds) + 0.3 * num_faults
+        faults = plan(seed, num_faults, until)
         schedule(simulation, faults if kept is None else [faults[index] for index in kept])
         try:
             logs.enter_context(logged(simulation) if has_logs else contextlib.nullcontext())
@@ -356,13 +431,6 @@ def simulate(
             simulation.errors.append("".join(traceback.format_exception(error)))
     if not simulation.is_finished:
         simulation.errors.append(f"not finished at {own.now}: {simulation.ended}")
-    simulation.errors += check(PlainStore(simulation.disk), config)
-    if not config.schedule.max_lag and num_faults and not simulation.errors:
-        # Without lag the trained rows depend on the configuration only.
-        undisturbed = simulate(seed, steps)
-        simulation.errors += undisturbed.errors
-        if weights_of(PlainStore(undisturbed.disk)) != weights_of(PlainStore(simulation.disk)):
-            simulation.errors.append("the weights are not those of the run without faults")
     return simulation
 
 

@@ -40,6 +40,10 @@ class Process:
         """The process is killed right after this number of objects more that it writes or deletes."""
         self.lacking: tuple[int, float] | None = None
         """After this number of listings, a listing has only this share of its keys, the oldest."""
+        self.engine_fails = False
+        """The engine of this actor has ended."""
+        self.failing_swaps = 0
+        """The next swaps of this number fail."""
 
     def start(self, main: Callable[[], int]) -> None:
         """Run `main` in a thread; its result is the exit code."""

@@ -5,6 +5,7 @@ the last version. A due version that a newer due version overtakes is skipped.
 """
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -12,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from pipelinerl_core.config.sections import EmulationConfig
+from pipelinerl_core.errors import MissingObject
 from pipelinerl_core.interfaces import Engine
 from pipelinerl_core.roles.runtime.evaluation import Evaluation
 from pipelinerl_core.roles.runtime.inference import base_weights, heartbeats, open_engine
@@ -24,6 +26,8 @@ from pipelinerl_core.run.records import Commit, EvalRecord
 from pipelinerl_core.run.versions import DUE, find_commits, names_several
 from pipelinerl_core.weights.base import BaseWeights
 from pipelinerl_core.weights.subscribe import WeightSubscriber
+
+logger = logging.getLogger(__name__)
 
 # Sequences decoded at once: an evaluation needs throughput, not low latency.
 _CONCURRENCY = 256
@@ -86,7 +90,13 @@ class _Evaluator:
                 await asyncio.sleep(_POLL_SECONDS)
                 continue
             commit = self.follower.commits[step]
-            records.append(await self.evaluate(commit, is_subset=config.evaluates(step)))
+            try:
+                records.append(await self.evaluate(commit, is_subset=config.evaluates(step)))
+            except MissingObject as error:
+                await asyncio.to_thread(self.follower.refresh)
+                if next_scheduled(config, self.follower.commits, self.follower.evals) == step:
+                    raise
+                logger.warning("version %d is left out, a newer version is due: %s", step, error)
             await asyncio.to_thread(self.follower.refresh)
         return records
 

@@ -113,8 +113,9 @@ class RowMemory:
             self._drop(key)
 
     def make_room(self) -> None:
-        """Drop sealed rows while more than SEALED_SHARE of the limit is used, the last sealed first."""
-        while self._sealed and self.used_bytes > SEALED_SHARE * self._budget_bytes:
+        """Drop sealed rows, the last sealed first, while more than SEALED_SHARE of the limit is used, or while no
+        further group fits."""
+        while self._sealed and (self.used_bytes > SEALED_SHARE * self._budget_bytes or self.free_groups() < 1):
             self._drop(next(reversed(self._sealed)))
 
     def free_groups(self) -> float:

@@ -111,8 +111,12 @@ class HubState:
 
         The free memory, less the unused credit of other peers, is divided equally among the peers. The fraction is
         rounded at random at every sync: if the share is below one group, every actor still gets credit eventually.
+        While the trainer waits, one group fits: the memory may be full of rows that actors have not sealed before
+        they ended.
         """
         free = self.rows.free_groups()
+        if self.awaited_step is not None:
+            free = max(1.0, free)
         share = math.floor(free / max(1, len(self.peers)) + random.random())
         room = math.floor(free) - (self.granted - peer.granted)
         credit = max(0, min(limit, share, room))

@@ -81,6 +81,13 @@ def test_a_group_larger_than_the_budget_still_has_its_turn():
     assert rows.free_groups() == 1
 
 
+def test_sealed_rows_leave_until_one_more_group_fits():
+    rows = memory(2.9)  # a group needs more than the quarter that SEALED_SHARE leaves free
+    rows.keep((0, 0), rows_of(0))
+    rows.keep((1, 0), rows_of(1), is_sealed=True)
+    assert (len(rows), rows.free_groups()) == (1, pytest.approx(1.9, rel=1e-3))
+
+
 NUM_ACTORS = 5
 CONFIG = build_config(
     {
@@ -141,6 +148,19 @@ def test_credit_keeps_the_rows_of_all_actors_within_the_budget(tmp_path):
     budget = CONFIG.placement.hub_bytes
     assert budget - 2 * SIZE < run.most_bytes <= budget
     assert run.hub.row_bytes == run.most_bytes
+
+
+def test_a_waiting_trainer_gets_groups_although_the_rows_of_dead_actors_fill_the_memory(tmp_path, monkeypatch):
+    run = Stalled(str(tmp_path))
+    first, *others = run.names
+    for _ in range(50):
+        for name in others:
+            run.send(name)
+    for name in others:  # nobody seals their rows
+        run.hub.disconnected(name)
+    assert [run.send(first) for _ in range(100)][-20:] == [0] * 20
+    monkeypatch.setattr(run.hub._state, "awaited_step", 1)  # as during the wait of a reservation
+    assert {run.send(first) for _ in range(50)} == {0, 1}  # shares are rounded at random
 
 
 def test_rows_that_left_the_memory_are_read_back_from_their_segments(tmp_path):
