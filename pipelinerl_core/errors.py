@@ -52,6 +52,10 @@ class SchemaMismatch(StreamError):
     """Rows of another major schema version, or rows that break the schema."""
 
 
+class NotReserved(StreamError):
+    """The trainer has no reservation of these groups at the hub; it must reserve the step again."""
+
+
 class HubUnavailable(StreamError):
     """No hub answered within the deadline."""
 

@@ -8,6 +8,7 @@ from pipelinerl_core.errors import (
     Expelled,
     Fenced,
     MissingObject,
+    NotReserved,
     PipelineRLError,
     SchemaMismatch,
     StaleLease,
@@ -21,12 +22,13 @@ from pipelinerl_core.messages import Refused
 class Next(Enum):
     """The next action of a refused peer.
 
-    A trainer repeats a request for rows for 30 s, unless the code is `schema` or `fenced`.
+    A trainer repeats a request for rows for 30 s, unless the code is `schema`, `fenced` or `not_reserved`.
     """
 
     REGISTER = "register, then repeat the request"
     ASK_AGAIN = "repeat the request a little later"
     DROP = "drop what was sent, and go on"
+    RESERVE = "reserve the step again"
     END = "end the role"
 
 
@@ -46,7 +48,7 @@ REFUSALS = {
     "config": Refusal(ConfigError, Next.END),
     "fenced": Refusal(Fenced, Next.END),
     "expelled": Refusal(Expelled, Next.END),
-    "not_reserved": Refusal(None, Next.ASK_AGAIN),
+    "not_reserved": Refusal(NotReserved, Next.RESERVE),
     "missing_rows": Refusal(MissingObject, Next.ASK_AGAIN),
     "store": Refusal(StoreUnavailable, Next.END),
     "internal": Refusal(None, Next.END),

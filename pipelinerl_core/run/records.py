@@ -3,12 +3,13 @@
 import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from pipelinerl_core.messages import ActorSample, FateRecord, LedgerSnapshot, SwapRecord
 from pipelinerl_core.ranges import Count, Finite, Number, Seconds, Step, StepOrNone
+from pipelinerl_core.storage.digests import digest
 from pipelinerl_core.types import FileEntry, WeightManifest
 
 FORMAT_VERSION = 4
@@ -440,6 +441,21 @@ class CheckpointManifest(Record):
     files: tuple[FileEntry, ...]
     values: dict[str, Any]
     """The JSON part of the learner's state."""
+    values_digest: str = ""
+    """Digest of `values`; "": written before there were digests."""
+
+    def digested(self) -> Self:
+        """The manifest with the digest of its values."""
+        return self.model_copy(update={"values_digest": self._digest()})
+
+    def _digest(self) -> str:
+        return digest(self.model_dump_json(include={"values"}).encode())
+
+    @model_validator(mode="after")
+    def _check_values(self) -> Self:
+        if self.values_digest not in ("", self._digest()):
+            raise ValueError("values differ from values_digest")
+        return self
 
 
 def complete_checkpoints(keys: Iterable[str]) -> list[CheckpointRef]:

@@ -51,7 +51,7 @@ def save_checkpoint(store: ObjectStore, step: int, epoch: int, state: State) -> 
     """Write a learner's state after `step`. Returns after the manifest, which completes the checkpoint, is stored."""
     prefix = checkpoint_prefix(step, epoch)
     files = (*write_state(store, prefix, state), *state.written_elsewhere(prefix))
-    manifest = CheckpointManifest(step=step, epoch=epoch, files=files, values=state.values)
+    manifest = CheckpointManifest(step=step, epoch=epoch, files=files, values=state.values).digested()
     store.put(f"{prefix}/{MANIFEST_FILE}", manifest.model_dump_json(indent=1).encode())
     return manifest
 

@@ -125,7 +125,7 @@ class TrainerRequests:
             unreserved = set(request.groups) - self._ledger.reserved(request.step)
             slices = {key: self._state.rows.find(key) for key in request.groups}
         if unreserved:
-            detail = f"step {request.step}: groups {sorted(unreserved)[:8]} are not reserved; reserve the step again"
+            detail = f"step {request.step}: groups {sorted(unreserved)[:8]} are not reserved"
             yield Refused(re=request.id, code="not_reserved", detail=detail), None
             return
         segments = {key: self._segment(key) for key, rows in slices.items() if rows is None}

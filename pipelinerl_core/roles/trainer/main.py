@@ -34,6 +34,7 @@ from pipelinerl_core.errors import (
     DeadlineExceeded,
     HubUnavailable,
     MissingObject,
+    NotReserved,
     PipelineRLError,
     RankLost,
     RunOver,
@@ -357,6 +358,8 @@ class Trainer:
                 return reserved, self._rows(step, keys, at_hand)
             except (HubUnavailable, RunOver):
                 raise
+            except NotReserved as error:  # a hub that has just started, or one with a newer trainer
+                logger.warning("the step is reserved again: %s", error)
             except (StreamError, MissingObject) as error:
                 lost = tuple(key for key in keys if self._is_lost(step, key))
                 logger.error("step %d: rows of %s are lost and generated again: %s", step, list(lost), error)
@@ -367,6 +370,8 @@ class Trainer:
             self._link.request_rows(Rows(step=step, groups=(key,)))
         except (SchemaMismatch, MissingObject):
             return True
+        except NotReserved:
+            pass
         return False
 
     def _reserve(
@@ -412,7 +417,8 @@ class Trainer:
             try:
                 received = self._link.request_rows(Rows(step=step, groups=missing))
             except (StreamError, MissingObject, StoreUnavailable) as error:
-                if isinstance(error, SchemaMismatch | HubUnavailable | RunOver) or time.monotonic() > deadline:
+                is_final = isinstance(error, SchemaMismatch | NotReserved | HubUnavailable | RunOver)
+                if is_final or time.monotonic() > deadline:
                     raise
                 logger.warning("step %d: rows are not available yet: %s", step, error)
                 time.sleep(0.2)
@@ -517,8 +523,9 @@ def train(context: RunContext, stop: threading.Event, monitor: RoleMonitor) -> N
             freeze_startup_objects()
             stop_when_drained(context.store, stop)
             trainer.run(commits, stop)
-    except RankLost:
-        # If a newer trainer has these ranks, exit as fenced: another start of this trainer would take the ranks back.
+    except (RankLost, RunOver):
+        # If a newer trainer has these ranks, or has ended the run, exit as fenced: another start of this trainer
+        # would take the ranks back.
         check_not_fenced(context.store, epoch)
         raise
 

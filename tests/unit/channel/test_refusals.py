@@ -14,7 +14,7 @@ def test_an_error_that_the_hub_refuses_with_reaches_the_peer_as_the_same_error(c
     assert code_of(error) == code
 
 
-@pytest.mark.parametrize("code", ["unknown_boot", "not_reserved", "internal", "of a later version"])
+@pytest.mark.parametrize("code", ["unknown_boot", "internal", "of a later version"])
 def test_a_refusal_without_an_error_of_its_own_is_named_by_its_code(code):
     error = error_of(Refused(re=1, code=code, detail="step 3"))
     assert type(error) is StreamError

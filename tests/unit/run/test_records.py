@@ -17,6 +17,7 @@ from pipelinerl_core.run.records import (
     CONTROL_KEY,
     GARBAGE_KEY,
     HUB_KEY,
+    MANIFEST_FILE,
     RESUME_KEY,
     RUN_KEY,
     STARTS_KEY,
@@ -158,3 +159,16 @@ def test_a_drain_request_and_a_role_that_cannot_be_read_are_named_in_the_log_and
     assert live_roles(store) == []
     assert "control.json has format_version 1" in caplog.text
     assert "roles/actor-a.json has format_version 1" in caplog.text
+
+
+def test_a_changed_bit_in_the_values_of_a_checkpoint_is_noticed(store):
+    key = f"{checkpoint_prefix(3, 1)}/{MANIFEST_FILE}"
+    values = {"version": 3, "rng": [1, 2], "lr": 1e-5, "none": None}
+    put_record(store, key, CheckpointManifest(step=3, epoch=1, files=(), values=values).digested())
+    assert load_checkpoint(store, 3, 1)[1] == values
+    whole = store.get(key)
+    for old, new in ((b'"version"', b'"verrion"'), (b"[1,2]", b"[1,3]"), (b"00001", b"00003"), (b"null", b"0   ")):
+        assert old in whole
+        store.put(key, whole.replace(old, new))
+        with pytest.raises(BrokenRecord, match="differ from values_digest"):
+            load_checkpoint(store, 3, 1)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from pipelinerl_core.data.codec import decode_batch, encode_rollouts, from_segment
+from pipelinerl_core.errors import NotReserved
 from pipelinerl_core.interfaces import TensorMeta, WeightLayout
 from pipelinerl_core.messages import Ack, Reserved, RowsHeader
 from pipelinerl_core.models.resolve import load_config
@@ -133,6 +134,27 @@ def test_the_batch_files_have_the_rows_that_were_trained():
         (batch,) = from_segment(store.get(commit.batches[0].name))
         np.testing.assert_equal([asdict(row) for row in decode_batch(batch)], [asdict(row) for row in rows])
         assert commit.metrics["time/prepare_seconds"] > 0
+
+
+def test_a_step_whose_reservation_is_gone_is_reserved_again_at_once():
+    """The hub ended between its answer and the next registration, or a newer trainer has the run."""
+    reservations = []
+
+    class Forgetful(Hub):
+        def reserve(self, message):
+            answer, rows = super().reserve(message)
+            reservations.append((message.step, message.lost))
+            return answer, rows if len(reservations) > 1 else []
+
+        def request_rows(self, message):
+            raise NotReserved("step 1: groups [(1, 0)] are not reserved")
+
+    context = SimpleNamespace(store=MemoryStore(), config=load_config("quickstart"), run_id="run", token="")
+    trainer = Trainer(context, Learner(), epoch_record(1), link=lambda registration: Forgetful())
+    _, groups = trainer._reserve_rows(1, threading.Event())
+    trainer._committer.close()
+    assert reservations == [(1, ()), (1, ())]
+    assert [len(group) for group in groups] == [3]
 
 
 def test_the_parity_gate_takes_no_rollout_with_older_context():

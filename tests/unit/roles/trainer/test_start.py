@@ -7,7 +7,7 @@ import time
 import pytest
 
 from pipelinerl_core.channel.server import HubServer
-from pipelinerl_core.errors import Fenced, RankLost
+from pipelinerl_core.errors import Fenced, RankLost, RunOver
 from pipelinerl_core.messages import Register
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
@@ -94,15 +94,16 @@ def test_a_trainer_with_steps_or_a_first_commit_to_do_opens_the_run(context, las
     assert len(read_epochs(context.store)) == 1
 
 
-@pytest.mark.parametrize(("newer", "error"), [(True, Fenced), (False, RankLost)])
-def test_ranks_that_have_gone_to_a_newer_trainer_are_not_taken_back(context, monkeypatch, newer, error):
+@pytest.mark.parametrize("newer", [True, False])
+@pytest.mark.parametrize("error", [RankLost("step 1: a rank is gone or silent"), RunOver("the run is over")])
+def test_a_trainer_whose_ranks_or_run_a_newer_trainer_has_taken_is_fenced(context, monkeypatch, newer, error):
     """Two that are started again whenever they lose their ranks would take them from each other for ever."""
 
     def open_learners(*arguments):
         if newer:
             take_epoch(context.store, "trainer", -1)
-        raise RankLost("step 1: a rank of the trainer is gone or silent")
+        raise error
 
     monkeypatch.setattr(main, "open_learners", open_learners)
-    with pytest.raises(error):
+    with pytest.raises(Fenced if newer else type(error)):
         start(context)
