@@ -4,7 +4,9 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from pipelinerl_core.errors import ConfigError, Fenced, StoreUnavailable
 from pipelinerl_core.run.drain import ask_to_drain
+from pipelinerl_core.run.history import accept_lost_commits
 from pipelinerl_core.run.hub_status import HubWatch
 from pipelinerl_core.tools.gc import collect
 from tests.simulation.network import NETWORK
@@ -96,8 +98,42 @@ def engine(run: "Simulation", rng: random.Random) -> str:
     """The engine of an actor fails for good, or a few of its swaps fail."""
     name = rng.choice([name for name in run.names if name.startswith("actor")])
     own, number = run.processes[name], rng.choice([0, 1, 4])
-    own.engine_fails, own.failing_swaps = not number, number
+    own.has_bad_engine, own.engine_fails, own.failing_swaps = True, not number, number
     return f"{name} {f'{number} swaps' if number else ''}"
+
+
+def foreign_engine(run: "Simulation", rng: random.Random) -> str:
+    """The first of several actors samples with other weights than its versions'; the trainer may expel it."""
+    if run.settings.num_actors == 1 or not run.config.trainer.rescore_share:
+        return "nothing"
+    run.processes["actor-0"].engine_is_foreign = run.has_foreign_engine = True
+    return "actor-0"
+
+
+def commits_lost(run: "Simulation", rng: random.Random) -> str:
+    """The whole run ends, its newest commits are lost for good, and a user accepts the loss. Once per run."""
+    keys = sorted(key for key in run.disk.objects if key.startswith("commits/"))
+    number = rng.randint(1, 3)
+    if run.has_lost_commits or run.ended or run.is_stopping or len(keys) <= number:
+        return "nothing"
+    run.has_lost_commits = True
+    for own in run.pids.values():
+        own.kill()
+    for key in keys[-number:]:
+        del run.disk.objects[key]
+
+    def accept(store: SimulatedStore) -> None:
+        while True:
+            try:
+                accept_lost_commits(store, is_final=True)
+                return
+            except ConfigError:  # none of them counted
+                return
+            except (StoreUnavailable, Fenced):  # a role that starts claims the same epoch
+                run.world.sleep(1.0)
+
+    run.world.at(run.world.now + 3.0, lambda: run.command("accept-loss", accept))
+    return f"{number}"
 
 
 def damage(run: "Simulation", rng: random.Random) -> str:
@@ -107,8 +143,12 @@ def damage(run: "Simulation", rng: random.Random) -> str:
     checkpoints = sorted(key for key in run.disk.objects if key.startswith("checkpoints/"))
     newest = [key for key in checkpoints if key.startswith(checkpoints[-1].rpartition("/")[0])]
     is_earlier_damaged = any(key.startswith("checkpoints/") for key in run.disk.damaged)
-    if rng.random() < 0.3 and len(newest) < len(checkpoints) and not is_earlier_damaged:
+    is_first = all(key.startswith("checkpoints/00000000") for key in newest)
+    if rng.random() < 0.3 and not is_first and not is_earlier_damaged:
         keys = newest
+    weights = sorted(key for key in run.disk.objects if key.startswith("weights/") and not key.endswith(".json"))
+    if rng.random() < 0.3 and run.evaluates_on != "own" and 1 < len(weights) < run.config.trainer.steps // 2:
+        keys = weights[-1:]  # the newest version, which later versions replace
     if not keys:
         return "nothing"
     key = rng.choice(keys)
@@ -165,12 +205,14 @@ def collect_garbage(run: "Simulation", rng: random.Random) -> str:
 FAULTS: dict[str, Callable[["Simulation", random.Random], str]] = {
     "kill": kill, "kill after a change": kill_after_change, "pause": pause, "second process": second,
     "store fails": store_fails, "store full": store_full, "store slow": store_slow, "wrong listing": wrong_listing,
-    "takeover": takeover, "damaged object": damage, "engine": engine, "messages lost": messages_lost,
+    "takeover": takeover, "damaged object": damage, "engine": engine, "foreign engine": foreign_engine,
+    "commits lost": commits_lost, "messages lost": messages_lost,
     "connections lost": connections_lost, "clock set": clock_set, "drain": drain, "gc": collect_garbage,
 }  # fmt: skip
 WEIGHTS = {"kill": 5, "kill after a change": 5, "pause": 2, "second process": 3, "store fails": 6,
            "store full": 1, "store slow": 2, "wrong listing": 3, "takeover": 4, "damaged object": 2,
-           "messages lost": 2, "connections lost": 2, "clock set": 1, "drain": 1, "gc": 1, "engine": 2}  # fmt: skip
+           "messages lost": 2, "connections lost": 2, "clock set": 1, "drain": 1, "gc": 1, "engine": 2,
+           "foreign engine": 1, "commits lost": 1}  # fmt: skip
 
 
 def plan(seed: int, number: int, until: float) -> list[Fault]:

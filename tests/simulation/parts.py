@@ -27,6 +27,9 @@ from tests.simulation.primitives import process, world
 from tests.simulation.world import Process
 
 TOKEN_SECONDS = 0.02
+# Of each token, by the trainer and by an engine with the weights of its version, nats.
+LOGPROB = -0.5
+_FOREIGN_LOGPROB = -3.0
 # The loss of a step with any of these groups is not finite.
 DIVERGING_GROUPS = frozenset({3, 17})
 # The scorer fails on texts of these lengths, a 23rd of all.
@@ -59,13 +62,17 @@ class ScriptedEngine:
         self._running += 1
         try:
             token_ids = (np.arange(total, dtype=np.int64) * 7919 + request.sampler.seed) % 97
-            ids, logprobs = token_ids.astype(np.int32), np.full(total, -0.5, np.float32)
+            ids, logprobs = token_ids.astype(np.int32), np.full(total, LOGPROB, np.float32)
+            if prior is not None:
+                logprobs[:start] = prior.rollout_logprobs
             while True:
                 num = min(4, total - start)
                 await asyncio.sleep(TOKEN_SECONDS * num)
                 await self._may_run.wait()
                 self._check()
                 version, end = self.weight_version, start + num
+                if self._process.engine_is_foreign:
+                    logprobs[start:end] = _FOREIGN_LOGPROB
                 self._num_tokens += num
                 if spans and spans[-1].version == version:
                     spans[-1] = WeightSpan(version, spans[-1].start, end)
@@ -136,10 +143,22 @@ class ScriptedScorer:
     async def close(self) -> None: ...
 
 
+class ScriptedRescorer:
+    """Every version gives each token the same probability."""
+
+    def trained_weights(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return dict(weights)
+
+    def set_trained_weights(self, weights: Mapping[str, torch.Tensor]) -> None: ...
+
+    def logprobs_of(self, rollouts: Sequence[Any]) -> list[Any]:
+        return [np.full(rollout.num_tokens, LOGPROB, np.float32) for rollout in rollouts]
+
+
 class ScriptedLearner:
     """The weights are a digest of the batches that were trained, in order."""
 
-    rescorer = None
+    rescorer = ScriptedRescorer()
 
     def __init__(self, dtype: str, *, step_seconds: float = 0.0, diverges: bool = False) -> None:
         """diverges: on DIVERGING_GROUPS."""
@@ -167,7 +186,7 @@ class ScriptedLearner:
         self.version += 1
 
     def logprobs_of(self, rollouts: Sequence[Any]) -> list[Any]:
-        return [rollout.rollout_logprobs for rollout in rollouts]
+        return [rollout.rollout_logprobs for rollout in rollouts]  # the parity gate passes
 
     def layout(self) -> WeightLayout:
         # A step changes few elements of `constant`, so that a version in bfloat16 is stored as a difference.

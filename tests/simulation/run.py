@@ -19,8 +19,10 @@ from pipelinerl_core.data.segments import SegmentWriter
 from pipelinerl_core.errors import (
     DeadlineExceeded,
     EngineError,
+    Expelled,
     Fenced,
     HubUnavailable,
+    ParityError,
     PipelineRLError,
     StoreUnavailable,
 )
@@ -126,6 +128,8 @@ class Simulation:
             self.names.append("evaluator")
         self.ended: set[str] = set()
         self.is_stopping = False
+        self.has_foreign_engine = False
+        self.has_lost_commits = False
         self.errors: list[str] = []
         self.trace: list[str] = []
         NETWORK.servers.clear()
@@ -182,7 +186,13 @@ class Simulation:
         except* (StoreUnavailable, Fenced, DeadlineExceeded, HubUnavailable):  # the last two after a pause of an hour
             raise
         except* EngineError as group:
-            self.errors += [repr(error) for error in group.exceptions if not (own.engine_fails or own.failing_swaps)]
+            self.errors += [repr(error) for error in group.exceptions if not own.has_bad_engine]
+            raise
+        except* Expelled as group:
+            self.errors += [repr(error) for error in group.exceptions if not own.engine_is_foreign]
+            raise
+        except* ParityError as group:  # all other actors are dead or paused
+            self.errors += [repr(error) for error in group.exceptions if not self.has_foreign_engine]
             raise
         except* PipelineRLError as group:
             # The class itself: another hub is live.
@@ -194,9 +204,11 @@ class Simulation:
         self.note(f"{own.name} ({own.pid}) ends: {own.code}")
         if self.processes.get(own.name) is not own:
             return
-        if own.code in (2, 5, 6):
+        is_expelled = own.code == 6 and own.engine_is_foreign
+        is_final = own.code in (2, 5, 6) and not (own.code == 2 and self.has_foreign_engine)
+        if is_final and not is_expelled:
             self.errors.append(f"{own.name}: exit code {own.code}")
-        if own.code in (2, 5, 6) or self.is_stopping or (own.code == 0 and self.is_over):
+        if is_final or self.is_stopping or (own.code == 0 and self.is_over):
             self.ended.add(own.name)
         else:
             self.world.at(self.world.now + 0.5, lambda: self._start_again(own))
@@ -310,7 +322,7 @@ def replaced_machinery(simulation: Callable[[], Simulation], settings: Settings)
             (hub_link, "HubClient", SimulatedClient), (hub_status, "process_mark", mark),
             (hub_main, "give_back_freed_memory", lambda: None),
             (trainer_main, "open_learners", learners), (trainer_main, "freeze_startup_objects", lambda: None),
-            (trainer_main, "token_digests", lambda config: {}),
+            (trainer_main, "token_digests", lambda config: {}), (trainer_main, "check_parity", lambda *_: None),
             (evaluation, "build_task", task), (evaluator_main, "open_engine", engine),
             (service, "SYNC_SECONDS", settings.sync_seconds), (hub_rows, "GROUP_BYTES", settings.group_bytes),
             (compaction, "FILE_STEPS", 6), (compaction, "MARGIN_STEPS", 3),
@@ -345,7 +357,8 @@ def settings_of(seed: int, steps: int) -> Settings:
         "publish_every": other.randint(1, max_lag + 1) if kind == "pipeline" else 1,
     }  # fmt: skip
     config = small_config(
-        trainer={"steps": steps, "rescore_share": 0.0, "groups_per_step": groups},
+        trainer={"steps": steps, "rescore_share": other.choice([0.0, 0.0, 0.5]), "rescore_alarm": "expel",
+                 "groups_per_step": groups},
         schedule={"kind": kind, "max_lag": max_lag, "stale": stale, **phases},
         model={"dtype": other.choice(["float32", "bfloat16"])}, weights=weights, eval=evaluations,
         rollouts={"max_tokens": rng.choice([4, 16, 40]), "group_size": group_size,
@@ -398,8 +411,9 @@ def simulate(
     settings = settings_of(seed, steps)
     simulation = simulated(settings, seed, num_faults, kept, has_logs=has_logs)
     simulation.errors += check(PlainStore(simulation.disk), settings.config)
-    if not settings.config.schedule.max_lag and num_faults and not simulation.errors:
-        # Without lag the trained rows depend on the configuration only.
+    is_fixed = not settings.config.schedule.max_lag and not settings.diverges
+    if is_fixed and num_faults and not simulation.errors:
+        # Without lag the trained rows depend on the configuration only. A quarantine may be forgotten until the commit.
         undisturbed = simulated(settings.plain, seed)
         simulation.errors += undisturbed.errors
         if weights_of(PlainStore(undisturbed.disk)) != weights_of(PlainStore(simulation.disk)):

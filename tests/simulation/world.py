@@ -40,10 +40,14 @@ class Process:
         """The process is killed right after this number of objects more that it writes or deletes."""
         self.lacking: tuple[int, float] | None = None
         """After this number of listings, a listing has only this share of its keys, the oldest."""
+        self.has_bad_engine = False
+        """A fault has changed the engine of this actor: one of the next three."""
         self.engine_fails = False
         """The engine of this actor has ended."""
         self.failing_swaps = 0
         """The next swaps of this number fail."""
+        self.engine_is_foreign = False
+        """From now on the engine samples with other weights than its version's."""
 
     def start(self, main: Callable[[], int]) -> None:
         """Run `main` in a thread; its result is the exit code."""

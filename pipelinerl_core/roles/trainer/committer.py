@@ -140,7 +140,8 @@ class Committer:
     def republish_if_unreadable(
         self, actors: Mapping[str, ActorSample], version: int, weights: Callable[[], Snapshot]
     ) -> None:
-        """Publish the newest version again, durably, if an actor cannot read it. Raises the failure of a commit.
+        """Publish the newest version durably, if an actor cannot read the version that was published last: the same,
+        or with weights.publish_every an earlier one. Raises the failure of a commit.
 
         The trainer calls this while it waits for groups: such an actor, or a failed commit, may be the cause.
 
@@ -159,19 +160,20 @@ class Committer:
             )
         elif self._is_unreadable(actors, version):
             self._republished_version, snapshot = version, weights()
-            logger.warning("an actor cannot read version %d: it is published again, also to the store", version)
+            logger.warning("an actor cannot read the weights: version %d is published to the store", version)
             self._republishing = self._thread.submit(
                 self._announce_again, lambda: self._publisher.publish(version, snapshot, durable=True, again=True)
             )
 
     def _is_unreadable(self, actors: Mapping[str, ActorSample], version: int) -> bool:
-        """Whether `version` is the newest announced version, and an actor reports it as unreadable."""
-        newest = self.newest
-        if newest is None or newest.manifest is None or newest.manifest.version != version:
+        """Whether `version` is the newest commit, and an actor reports the last published version as unreadable."""
+        if self.newest is None or self.newest.step != version:
             return False
         if version == self._republished_version:  # the sample may come from an actor that has ended since
             return False
-        return any(sample.counters.unreadable_version == version for sample in actors.values())
+        scheduled = next(earlier for earlier in range(version, -1, -1) if self._config.publishes(earlier))
+        published = max(scheduled, self._republished_version)
+        return any(sample.counters.unreadable_version == published for sample in actors.values())
 
     def save_state(self, learner: Learner) -> None:
         """Write a checkpoint after the newest commit, if this trainer made the commit without a checkpoint. No commit
@@ -318,7 +320,7 @@ class Committer:
             return
         message = Committed(
             step=commit.step,
-            epoch=commit.epoch,
+            epoch=self._epoch.epoch,  # also with a commit of an earlier trainer, which is announced again
             manifest=commit.manifest,
             fates=commit.fates,
             metrics=commit.metrics,

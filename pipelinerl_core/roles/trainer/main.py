@@ -36,7 +36,6 @@ from pipelinerl_core.errors import (
     MissingObject,
     NotReserved,
     PipelineRLError,
-    RankLost,
     RunOver,
     SchemaMismatch,
     StoreError,
@@ -523,9 +522,9 @@ def train(context: RunContext, stop: threading.Event, monitor: RoleMonitor) -> N
             freeze_startup_objects()
             stop_when_drained(context.store, stop)
             trainer.run(commits, stop)
-    except (RankLost, RunOver):
-        # If a newer trainer has these ranks, or has ended the run, exit as fenced: another start of this trainer
-        # would take the ranks back.
+    except PipelineRLError:
+        # A newer trainer may have taken the ranks, removed what this trainer reads, or ended the run: exit as fenced,
+        # because another start of this trainer would take the ranks back.
         check_not_fenced(context.store, epoch)
         raise
 

@@ -34,13 +34,14 @@ WEIGHTS = {"w": torch.arange(4.0)}
 
 
 class Link:
-    """Acknowledges; remembers the announced manifests."""
+    """Acknowledges; remembers the announced manifests, and the epochs that announced them."""
 
     def __init__(self):
-        self.manifests = []
+        self.manifests, self.epochs = [], []
 
     def request(self, message, rows=None):
         self.manifests.append(message.manifest)
+        self.epochs.append(message.epoch)
         return Ack(re=0)
 
 
@@ -106,6 +107,31 @@ def test_a_published_version_is_stored_if_commits_without_a_version_follow_it(st
     assert [manifest and manifest.key for manifest in link.manifests] == [
         "weights/00000000.2", None, "weights/00000002.2", None,
     ]  # fmt: skip
+
+
+def test_between_published_versions_the_newest_version_replaces_one_that_an_actor_cannot_read(store):
+    link = Link()
+    config = load_config("quickstart", ["weights.publish_every=3", "weights.transport=object_store"])
+    committer = Committer(store, config, run_id="run", epoch=put_epoch(store, 2), link=link)
+    for step in range(5):
+        committer.submit(without_rows(step, committer._publisher.memory))
+    committer.flush()
+    for unreadable in (3, 3, 4):  # the second report is an old one, the third is of an actor that is gone
+        committer.republish_if_unreadable({"a/1": sample(unreadable)}, 4, lambda: snapshot_of(WEIGHTS))
+        if committer._republishing is not None:
+            committer._republishing.result(10)
+    committer.close()
+    versions = [manifest and manifest.version for manifest in link.manifests]
+    assert versions == [0, None, None, 3, None, 4]
+
+
+def test_a_version_of_an_earlier_trainer_is_published_again_in_the_name_of_this_trainer(parts):
+    """The hub refuses an earlier trainer's messages."""
+    _, link, committer = parts
+    committer.newest = committer.newest.model_copy(update={"epoch": 1})
+    committer.republish_if_unreadable({"a/1": sample(1)}, 1, lambda: snapshot_of(WEIGHTS))
+    committer._republishing.result(10)
+    assert link.epochs[-1] == 2
 
 
 class Stateful:
