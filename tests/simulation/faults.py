@@ -114,7 +114,8 @@ def commits_lost(run: "Simulation", rng: random.Random) -> str:
     """The whole run ends, its newest commits are lost for good, and a user accepts the loss. Once per run."""
     keys = sorted(key for key in run.disk.objects if key.startswith("commits/"))
     number = rng.randint(1, 3)
-    if run.has_lost_commits or run.ended or run.is_stopping or len(keys) <= number:
+    can_be_trained_again = not run.config.store.keep_rows  # else the rows before the checkpoints may be removed
+    if not can_be_trained_again or run.has_lost_commits or run.ended or run.is_stopping or len(keys) <= number:
         return "nothing"
     run.has_lost_commits = True
     for own in run.pids.values():
@@ -147,8 +148,9 @@ def damage(run: "Simulation", rng: random.Random) -> str:
     if rng.random() < 0.3 and not is_first and not is_earlier_damaged:
         keys = newest
     weights = sorted(key for key in run.disk.objects if key.startswith("weights/") and not key.endswith(".json"))
-    if rng.random() < 0.3 and run.evaluates_on != "own" and 1 < len(weights) < run.config.trainer.steps // 2:
-        keys = weights[-1:]  # the newest version, which later versions replace
+    newest_version = int(weights[-1].split("/")[1].split(".")[0]) if weights else 0
+    if rng.random() < 0.3 and run.evaluates_on != "own" and 0 < newest_version < run.config.trainer.steps // 2:
+        keys = weights[-1:]  # later versions replace it
     if not keys:
         return "nothing"
     key = rng.choice(keys)
@@ -192,14 +194,18 @@ def drain(run: "Simulation", rng: random.Random) -> str:
 
 
 def collect_garbage(run: "Simulation", rng: random.Random) -> str:
-    """`pipelinerl gc` of a run that may be live."""
+    """`pipelinerl gc` of a run that may be live, half of the times with --rollouts."""
+    with_rollouts = rng.random() < 0.5
+    run.disk.collects_segments = run.disk.collects_segments or with_rollouts
 
     def collect_all(store: SimulatedStore) -> None:
-        is_live = HubWatch(store).find_live() is not None
-        collect(store, run.config, with_rollouts=False, dry_run=False, is_live=is_live)
+        for _ in range(2):  # the second call removes what the first call has noted
+            is_live = HubWatch(store).find_live() is not None
+            collect(store, run.config, with_rollouts=with_rollouts, dry_run=False, is_live=is_live)
+            run.world.sleep(0.5)
 
     run.command("gc", collect_all)
-    return ""
+    return "--rollouts" if with_rollouts else ""
 
 
 FAULTS: dict[str, Callable[["Simulation", random.Random], str]] = {

@@ -413,7 +413,7 @@ def simulate(
     simulation.errors += check(PlainStore(simulation.disk), settings.config)
     is_fixed = not settings.config.schedule.max_lag and not settings.diverges
     if is_fixed and num_faults and not simulation.errors:
-        # Without lag the trained rows depend on the configuration only. A quarantine may be forgotten until the commit.
+        # Without lag the trained rows depend on the configuration only, unless a quarantine is forgotten in a crash.
         undisturbed = simulated(settings.plain, seed)
         simulation.errors += undisturbed.errors
         if weights_of(PlainStore(undisturbed.disk)) != weights_of(PlainStore(simulation.disk)):

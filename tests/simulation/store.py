@@ -31,6 +31,8 @@ class Disk:
         """Key -> number of the request that wrote the object."""
         self.segments_read: dict[str, int] = {}
         """Compacted object -> number of the request with which its writer listed the segments."""
+        self.collects_segments = False
+        """`gc --rollouts` may have removed segments whose groups are all decided, without a compacted object."""
         self.num_requests = 0
 
 
