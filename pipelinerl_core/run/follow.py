@@ -10,7 +10,7 @@ from pipelinerl_core.messages import ActorSample, Counters
 from pipelinerl_core.run.commits import Commits
 from pipelinerl_core.run.compacted import list_commits
 from pipelinerl_core.run.history import counting
-from pipelinerl_core.run.reading import list_keys, read_record
+from pipelinerl_core.run.reading import find_record, list_keys, read_record
 from pipelinerl_core.run.records import EVALS_PREFIX, RUN_KEY, Commit, EpochRecord, EvalRecord, RunRecord
 from pipelinerl_core.telemetry.length_bias import length_metrics
 from pipelinerl_core.telemetry.metrics import finite
@@ -90,10 +90,11 @@ class RunFollower:
         again: set[str] = set()
         if time.monotonic() - self._evals_read_at >= _REREAD_SECONDS:
             again, self._evals_read_at = set(keys[-_REREAD:]), time.monotonic()
-        read = [(key, read_record(self.store, key, EvalRecord)) for key in keys
-                if key not in self._eval_keys or key in again]  # fmt: skip
+        unread = [key for key in keys if key not in self._eval_keys or key in again]
+        read = [find_record(self.store, key, EvalRecord) for key in unread]
         self._eval_keys.update(keys)
-        fresh = [record for _, record in read if not self._is_known(record)]
+        # None: `accept-loss` has removed the evaluation of a lost step since the listing.
+        fresh = [record for record in read if record is not None and not self._is_known(record)]
         for record in fresh:
             known = self.set_evals.setdefault(record.set, {}) if record.set else self.evals
             known[record.version] = record

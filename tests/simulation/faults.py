@@ -22,9 +22,10 @@ class Fault(NamedTuple):
     """Something that happens to a process, the network or the store."""
 
     when: float
-    """Simulated seconds."""
+    """Simulated seconds, from the start or from the first commit of `step`."""
     kind: str
     seed: int
+    step: int | None
 
 
 def kill(run: "Simulation", rng: random.Random) -> str:
@@ -221,19 +222,32 @@ WEIGHTS = {"kill": 5, "kill after a change": 5, "pause": 2, "second process": 3,
            "foreign engine": 1, "commits lost": 1}  # fmt: skip
 
 
-def plan(seed: int, number: int, until: float) -> list[Fault]:
-    """`number` faults at random times before `until`."""
+def plan(seed: int, number: int, steps: int, until: float) -> list[Fault]:
+    """`number` faults: half of them at random times before `until`, half soon after the commits of random steps."""
     rng = random.Random(f"faults {seed}")
     kinds = rng.choices(list(WEIGHTS), list(WEIGHTS.values()), k=number)
-    return sorted(Fault(rng.uniform(0.1, until), kind, rng.getrandbits(32)) for kind in kinds)
+    faults = []
+    for kind in kinds:
+        step = rng.randint(0, steps) if rng.random() < 0.5 else None
+        when = rng.uniform(0.1, until) if step is None else 0.3 * rng.random() ** 3
+        faults.append(Fault(when, kind, rng.getrandbits(32), step))
+    return faults
 
 
 def schedule(run: "Simulation", faults: Sequence[Fault]) -> None:
     """Let the faults happen at their times, until the run has ended."""
+    after: dict[int, list[Fault]] = {}
 
     def happen(fault: Fault) -> None:
         if not run.is_finished:
             run.note(f"fault {fault.kind}: {FAULTS[fault.kind](run, random.Random(fault.seed))}")
 
+    def begin(faults: Sequence[Fault]) -> None:
+        for fault in faults:
+            run.world.at(run.world.now + fault.when, lambda fault=fault: happen(fault))
+
+    begin([fault for fault in faults if fault.step is None])
     for fault in faults:
-        run.world.at(fault.when, lambda fault=fault: happen(fault))
+        if fault.step is not None:
+            after.setdefault(fault.step, []).append(fault)
+    run.disk.on_commit = lambda step: begin(after.pop(step, []))

@@ -434,7 +434,7 @@ def simulated(
         simulation = Simulation(own, settings)
         box.append(simulation)
         until = config.trainer.steps * (0.1 + settings.step_seconds) + 0.3 * num_faults
-        faults = plan(seed, num_faults, until)
+        faults = plan(seed, num_faults, config.trainer.steps, until)
         schedule(simulation, faults if kept is None else [faults[index] for index in kept])
         try:
             logs.enter_context(logged(simulation) if has_logs else contextlib.nullcontext())

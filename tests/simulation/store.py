@@ -1,10 +1,11 @@
 """A simulated object store, which all hosts share. Its answers may be late, or wrong as docs/storage.md permits."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from greenlet import GreenletExit
 
 from pipelinerl_core.errors import MissingObject, StoreUnavailable
+from pipelinerl_core.run.records import parse_commit_key
 from tests.simulation.world import Process, World
 
 
@@ -31,6 +32,8 @@ class Disk:
         """Key -> number of the request that wrote the object."""
         self.segments_read: dict[str, int] = {}
         """Compacted object -> number of the request with which its writer listed the segments."""
+        self.on_commit: Callable[[int], None] = lambda step: None
+        """Called when a commit of a step is written."""
         self.collects_segments = False
         """`gc --rollouts` may have removed segments whose groups are all decided, without a compacted object."""
         self.num_requests = 0
@@ -57,6 +60,8 @@ class SimulatedStore:
         self.disk.written[key] = self.disk.num_requests
         if key.startswith("compacted/rollouts/"):
             self.disk.segments_read[key] = self._listings[0]
+        if key.startswith("commits/"):
+            self.disk.on_commit(parse_commit_key(key)[0])
         self._changed()
         self._answer("put")
 

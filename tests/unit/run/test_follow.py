@@ -121,6 +121,19 @@ def test_forward_logs_commits_and_evaluations(store):
     assert all(re.fullmatch(declared, key) for _, metrics in recorder.entries for key in metrics)
 
 
+def test_an_evaluation_that_is_removed_after_the_listing_is_left_out(store, monkeypatch):
+    write_run(store, Shape(steps=2))
+    get = store.get
+
+    def get_after_removal(key):
+        if key == eval_key(2):
+            store.delete([key])
+        return get(key)
+
+    monkeypatch.setattr(store, "get", get_after_removal)
+    assert [record.version for record in RunFollower(store).refresh().evals] == [0]
+
+
 def digest_of(store, step):
     return read_commit(store, commit_key(step, 2)).weights_digest
 
