@@ -255,7 +255,8 @@ class Ledger(LedgerView):
         because the trainer may commit them, and its fates are decided again. Actors deliver unsealed groups again,
         which restores missing rows.
         """
-        self._adopt_trainer_epoch(epoch)
+        self.check_trainer(epoch)
+        self.adopt_trainer_epoch(epoch)
         if step is None or not (refs or quarantined) or step <= self.committed_step:
             return
         if step in self._pool.reservations:
@@ -287,7 +288,8 @@ class Ledger(LedgerView):
         quarantined: all groups that were quarantined at this step; they are decided, and the step is reserved anew.
         Raises Fenced.
         """
-        self._adopt_trainer_epoch(epoch)
+        self.check_trainer(epoch)
+        self.adopt_trainer_epoch(epoch)
         if step <= self.committed_step:
             raise Fenced(f"step {step} is committed already (the newest is {self.committed_step})")
         reservation = self._pool.reservations.get(step)
@@ -397,8 +399,8 @@ class Ledger(LedgerView):
         if manifest is not None and self.newest_version <= manifest.version <= self.committed_step:
             self.manifest = manifest
 
-    def _adopt_trainer_epoch(self, epoch: int) -> None:
-        self.check_trainer(epoch)
+    def adopt_trainer_epoch(self, epoch: int) -> None:
+        """A newer trainer epoch than before frees all reservations; no effect for an earlier one."""
         if epoch > self._trainer_epoch:
             self._trainer_epoch = epoch
             for step in sorted(self._pool.reservations):

@@ -83,6 +83,8 @@ class TrainerRequests:
                 )
             commit = read_commit(self._store, keys[missed])
             with self._changed:
+                # Earlier trainers' reservations of later steps may have groups and fates of this commit.
+                self._ledger.adopt_trainer_epoch(commit.epoch)
                 self._ledger.committed(missed, commit.fates, commit.manifest)
                 self._state.drop_unneeded_rows()
             logger.info("commit of step %d was not reported to a hub; read from the store", missed)

@@ -521,6 +521,18 @@ def test_an_actor_that_comes_from_the_hub_before_brings_tokens_of_a_commit_that_
     talk.deliver(first)
 
 
+def test_a_commit_of_a_newer_trainer_takes_its_groups_from_reservations_of_later_steps(talk):
+    """The newer trainer has reserved its step at the hub before."""
+    for lease in talk.sync(want=4).leases:
+        talk.deliver(lease)
+    first, second = talk.reserve(1), talk.reserve(2)
+    put_commit(talk.store, 1, 3, manifest=manifest(1), **trained_by(second))
+    talk("t", Register(role="trainer", name="trainer", epoch=3, committed_step=1, manifest=manifest(1)))
+    answer = talk("t", Reserve(step=2, epoch=3, wait_seconds=0.0))
+    assert (answer.groups, talk.ledger.counts.ready) == (first.groups, 0)
+    assert talk.ledger.tokens()["trained"] == 20
+
+
 def test_a_claimed_commit_that_is_not_in_the_store_is_an_error(talk):
     with pytest.raises(StoreUnavailable, match="commit of step 1"):
         talk("t", Register(role="trainer", name="trainer", epoch=3, committed_step=1))
