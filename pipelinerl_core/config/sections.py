@@ -184,7 +184,8 @@ class PlacementConfig(Section):
     the hub listens beyond loopback."""
     hub_bytes: int = Field(1 << 30, ge=1 << 20)
     """Bytes of rows that the hub keeps in memory; beyond the limit, the hub reads sealed rows back from their
-    segments, and rows that are not sealed wait. Lower on a host with little memory."""
+    segments, and rows that are not sealed wait. A waiting trainer gets one more group at a time beyond it. Lower
+    on a host with little memory."""
     lease_seconds: float = Field(10.0, gt=0)
     """Seconds after which the leases of an actor that sends no requests go to another actor. Raise on slow
     networks."""

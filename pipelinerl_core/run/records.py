@@ -1,5 +1,6 @@
 """The JSON objects of a run in the object store, and the key of every object (docs/storage.md)."""
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -449,7 +450,9 @@ class CheckpointManifest(Record):
         return self.model_copy(update={"values_digest": self._digest()})
 
     def _digest(self) -> str:
-        return digest(self.model_dump_json(include={"values"}).encode())
+        # As they are read: JSON has no tuples, and other versions of pydantic write some numbers in another way.
+        values = json.loads(self.model_dump_json(include={"values"}))
+        return digest(json.dumps(values, sort_keys=True).encode())
 
     @model_validator(mode="after")
     def _check_values(self) -> Self:

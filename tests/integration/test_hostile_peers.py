@@ -336,7 +336,7 @@ CASES = [
     Case("spans before the tokens", spans((0, -4, 12)), "schema", "weight_spans"),
     Case("spans with a gap", spans((0, 0, 4), (1, 6, 12)), "schema", "weight_spans"),
     Case("versions that fall", spans((1, 0, 4), (0, 4, 12)), "schema", "weight_spans"),
-    Case("a version that was never announced", spans((1, 0, 12)), "schema", "the newest announced version is 0"),
+    Case("a version that is not committed", spans((1, 0, 12)), "schema", "the newest committed version is 0"),
     Case("a version beyond all", spans((1 << 40, 0, 12)), "schema", "weight_spans"),
     Case("a reward beyond all", changed(reward=3e38), "schema", "is not a finite number within 1e+09 of 0"),
     Case("a time beyond all", changed(scored_at=1e300), "schema", "numbers from 0 to 1e+11"),

@@ -55,8 +55,8 @@ class Arrivals:
     def _catch_up(self, version: int) -> None:
         """An actor may come from the hub before, which has announced versions after this hub had read the store."""
         with self._changed:
-            is_behind = version > self._ledger.newest_version
-        if is_behind and version > 0:  # before the first announcement actors sample with version 0
+            is_behind = version > max(0, self._ledger.committed_step)  # before the first commit there is version 0
+        if is_behind:
             try:
                 self._read_missed_commits()
             except StoreError as error:
@@ -68,7 +68,7 @@ class Arrivals:
         try:
             self._state.check_ownership(actor, summary.actor, [key])
             self._state.check_groups([ref.group_id])
-            check_versions(summary, self._ledger.manifest)
+            check_versions(summary, self._ledger.committed_step)
             self._state.use_credit(self._state.peers[peer])
             arrival = self._ledger.add_group(summary, group.lease_id)
             if group.seq is not None:

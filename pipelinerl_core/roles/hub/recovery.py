@@ -57,7 +57,7 @@ def read_stored_state(store: ObjectStore, max_row_bytes: float = math.inf) -> St
             for ref in segments.groups_in(key):
                 batch = segments.read_group(*name, ref.group_id, ref.attempt)
                 [summary] = summarize([ref], batch)
-                check_versions(summary, manifest)
+                check_versions(summary, commit.step if commit else 0)
                 past.sealed.append(SealedGroup(summary=summary, seq=name.seq))
                 num_bytes += batch.nbytes
                 if num_bytes <= max_row_bytes:

@@ -131,6 +131,7 @@ class Hub:
                 self._ledger.extend(now - self._ticked_at)
             self._ticked_at = now
             expired = self._ledger.expire()
+            self._state.take_back_credit()
         if expired:
             logger.warning("leases expired, to be granted again: groups %s", expired)
 

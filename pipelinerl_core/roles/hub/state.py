@@ -124,6 +124,13 @@ class HubState:
         peer.granted = credit
         return credit
 
+    def take_back_credit(self) -> None:
+        """From actors that have expired, whose exchanges may look alive. The caller holds the lock."""
+        for peer in self.peers.values():
+            if peer.granted and peer.actor is not None and self.ledger.is_gone(peer.actor):
+                self.granted -= peer.granted
+                peer.granted = 0
+
     def use_credit(self, peer: PeerState) -> None:
         """Count a group that an actor has sent. The caller holds the lock."""
         if peer.granted:

@@ -9,7 +9,7 @@ from pipelinerl_core.data.codec import flat_structs
 from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.errors import SchemaMismatch
 from pipelinerl_core.ledger import GroupSummary
-from pipelinerl_core.types import GroupRef, LengthTotals, WeightManifest
+from pipelinerl_core.types import GroupRef, LengthTotals
 
 # Access by column index is faster than by name, and runs for every group.
 _COMPLETION_AT, _SPANS_AT, _REWARD_AT, _TURN_REWARDS_AT = map(
@@ -24,16 +24,17 @@ def newest_version(summary: GroupSummary) -> int:
     return max(summary.tokens_by_version, default=0)
 
 
-def check_versions(summary: GroupSummary, manifest: WeightManifest | None) -> None:
-    """Raises SchemaMismatch for tokens of a version newer than `manifest`, the newest announced version.
+def check_versions(summary: GroupSummary, committed_step: int) -> None:
+    """Raises SchemaMismatch for tokens of a version that is not committed. With weights.publish_every, an earlier hub
+    may have announced a version that no commit names (Committer.republish_if_unreadable).
 
-    Before the first announcement actors sample with the initial weights, version 0.
+    Before the first commit actors sample with the initial weights, version 0.
     """
-    newest = manifest.version if manifest is not None else 0
+    newest = max(0, committed_step)
     if (used := newest_version(summary)) > newest:
         raise SchemaMismatch(
             f"group {summary.ref.group_id} of {summary.actor} has tokens of weight version {used}, "
-            f"but the newest announced version is {newest}"
+            f"but the newest committed version is {newest}"
         )
 
 

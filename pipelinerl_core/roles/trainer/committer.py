@@ -95,6 +95,8 @@ class Committer:
         self._compacting = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compact")
         self._checkpoint: CheckpointRef | None = None
         self.newest: Commit | None = None
+        self.manifest: WeightManifest | None = None
+        """Of the version that was announced last; None if the hub reads it from the commits."""
         self.counted: dict[int, str] = {}
         """Step -> key of its commit; the trainer adds those that it adopts."""
         self.checkpoint_seconds = 0.0
@@ -103,7 +105,7 @@ class Committer:
     def adopt(self, commit: Commit) -> None:
         """Continue after a commit of an earlier epoch."""
         self._compacting.submit(self._compact)
-        self.newest = commit
+        self.newest, self.manifest = commit, commit.manifest
         self._checkpoint = commit.checkpoint
 
     def snapshot(self, learner: Learner) -> Snapshot:
@@ -115,7 +117,7 @@ class Committer:
         if commit.manifest is None:
             return commit
         manifest = self._publisher.publish(commit.step, weights, durable=commit.manifest.key is not None, again=True)
-        self.newest = commit.model_copy(update={"manifest": manifest})
+        self.newest, self.manifest = commit.model_copy(update={"manifest": manifest}), manifest
         return self.newest
 
     def submit(self, computed: ComputedStep) -> None:
@@ -166,14 +168,15 @@ class Committer:
             )
 
     def _is_unreadable(self, actors: Mapping[str, ActorSample], version: int) -> bool:
-        """Whether `version` is the newest commit, and an actor reports the last published version as unreadable."""
+        """Whether `version` is the newest commit, and a live actor cannot read the last published version."""
         if self.newest is None or self.newest.step != version:
             return False
         if version == self._republished_version:  # the sample may come from an actor that has ended since
             return False
         scheduled = next(earlier for earlier in range(version, -1, -1) if self._config.publishes(earlier))
-        published = max(scheduled, self._republished_version)
-        return any(sample.counters.unreadable_version == published for sample in actors.values())
+        oldest = max((sample.at for sample in actors.values()), default=0.0) - self._config.placement.lease_seconds
+        live = (sample.counters.unreadable_version for sample in actors.values() if sample.at >= oldest)
+        return any(unreadable >= scheduled for unreadable in live)
 
     def save_state(self, learner: Learner) -> None:
         """Write a checkpoint after the newest commit, if this trainer made the commit without a checkpoint. No commit
@@ -316,6 +319,7 @@ class Committer:
         )
 
     def _announce(self, commit: Commit, *, is_last: bool) -> None:
+        self.manifest = commit.manifest or self.manifest
         if self._link is None:
             return
         message = Committed(

@@ -237,7 +237,7 @@ class Trainer:
             quarantined=reserved.quarantined if reserved else (),
             fates=reserved.answer.fates if reserved and reserved.answer else (),
             committed_step=newest.step if newest else -1,
-            manifest=newest.manifest if newest else None,
+            manifest=self._committer.manifest,
         )
 
     def _step(self, step: int, stop: threading.Event) -> None:
@@ -525,7 +525,10 @@ def train(context: RunContext, stop: threading.Event, monitor: RoleMonitor) -> N
     except PipelineRLError:
         # A newer trainer may have taken the ranks, removed what this trainer reads, or ended the run: exit as fenced,
         # because another start of this trainer would take the ranks back.
-        check_not_fenced(context.store, epoch)
+        try:
+            check_not_fenced(context.store, epoch)
+        except StoreError as unknown:
+            logger.warning("whether a newer trainer has the run is not known: %s", unknown)
         raise
 
 

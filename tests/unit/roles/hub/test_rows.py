@@ -8,7 +8,7 @@ import pytest
 from pipelinerl_core.channel.bundles import MIN_VIEW_BYTES, bundled, unbundled
 from pipelinerl_core.data.codec import encode_rollouts
 from pipelinerl_core.data.segments import SegmentWriter
-from pipelinerl_core.ledger import Ledger
+from pipelinerl_core.ledger import ActorKey, Ledger
 from pipelinerl_core.messages import Committed, Group, Register, Reserve, Rows, RowsHeader, Sealed
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.prompts import build_source
@@ -161,6 +161,17 @@ def test_a_waiting_trainer_gets_groups_although_the_rows_of_dead_actors_fill_the
     assert [run.send(first) for _ in range(100)][-20:] == [0] * 20
     monkeypatch.setattr(run.hub._state, "awaited_step", 1)  # as during the wait of a reservation
     assert {run.send(first) for _ in range(50)} == {0, 1}  # shares are rounded at random
+
+
+def test_the_credit_of_an_actor_that_hangs_returns_when_it_expires(tmp_path):
+    run = Stalled(str(tmp_path))
+    credits = {name: run(name, sync_message(want=0)).credit for name in run.names}
+    assert run.hub._state.granted == sum(credits.values())
+    hanging = max(credits, key=credits.get)
+    assert credits[hanging]
+    run.hub._ledger.bye(ActorKey(hanging, 1))  # as if it had expired; its exchange looks alive
+    run.hub.tick()
+    assert run.hub._state.granted == sum(credits.values()) - credits[hanging]
 
 
 def test_rows_that_left_the_memory_are_read_back_from_their_segments(tmp_path):

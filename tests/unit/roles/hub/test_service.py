@@ -516,9 +516,19 @@ def test_an_actor_that_comes_from_the_hub_before_brings_tokens_of_a_commit_that_
     unknown = encode_rollouts(
         "run", [make_rollout(group_id=third.group_id, rollout_index=index, spans=((2, 0, 5),)) for index in range(2)]
     )
-    with pytest.raises(SchemaMismatch, match="weight version 2, but the newest announced version is 1"):
+    with pytest.raises(SchemaMismatch, match="weight version 2, but the newest committed version is 1"):
         talk("a", Group(lease_id=third.lease_id, ref=group_named(third.group_id)), unknown)
     talk.deliver(first)
+
+
+def test_tokens_of_a_committed_version_that_only_an_earlier_hub_announced_are_taken(talk):
+    """With weights.publish_every, a version may have replaced one that an actor could not read, without a commit."""
+    [lease] = talk.sync(want=1).leases
+    put_commit(talk.store, 1, 2)
+    rows = [make_rollout(group_id=lease.group_id, rollout_index=index, spans=((1, 0, 5),)) for index in range(2)]
+    answer = talk("a", Group(lease_id=lease.lease_id, ref=group_named(lease.group_id)), encode_rollouts("run", rows))
+    assert answer == Ack(re=7, note="ready")
+    assert (talk.ledger.newest_version, talk.ledger.committed_step) == (0, 1)
 
 
 def test_a_commit_of_a_newer_trainer_takes_its_groups_from_reservations_of_later_steps(talk):

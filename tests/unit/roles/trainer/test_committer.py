@@ -120,9 +120,14 @@ def test_between_published_versions_the_newest_version_replaces_one_that_an_acto
         committer.republish_if_unreadable({"a/1": sample(unreadable)}, 4, lambda: snapshot_of(WEIGHTS))
         if committer._republishing is not None:
             committer._republishing.result(10)
+    committer.submit(without_rows(5, committer._publisher.memory))
+    committer.flush()
+    assert committer.manifest.version == 4  # also for a hub that starts now, although commit 5 names no version
+    old = sample(3).model_copy(update={"at": -60.0})  # of an actor that is gone
+    committer.republish_if_unreadable({"a/1": old, "b/1": sample(-1)}, 5, lambda: snapshot_of(WEIGHTS))
     committer.close()
     versions = [manifest and manifest.version for manifest in link.manifests]
-    assert versions == [0, None, None, 3, None, 4]
+    assert versions == [0, None, None, 3, None, 4, None]
 
 
 def test_a_version_of_an_earlier_trainer_is_published_again_in_the_name_of_this_trainer(parts):

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from pipelinerl_core.channel.server import HubServer
-from pipelinerl_core.errors import Fenced, MissingObject, RankLost, RunOver
+from pipelinerl_core.errors import Fenced, MissingObject, RankLost, RunOver, StoreUnavailable, TrainingDiverged
 from pipelinerl_core.messages import Register
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
@@ -106,4 +106,17 @@ def test_a_trainer_whose_ranks_run_or_rows_a_newer_trainer_has_taken_is_fenced(c
 
     monkeypatch.setattr(main, "open_learners", open_learners)
     with pytest.raises(Fenced if newer else type(error)):
+        start(context)
+
+
+def test_the_error_of_a_trainer_is_not_replaced_by_an_outage(context, monkeypatch):
+    def fail(*arguments):
+        raise TrainingDiverged("step 1: the loss is nan")
+
+    def unavailable(*arguments):
+        raise StoreUnavailable("no answer")
+
+    monkeypatch.setattr(main, "open_learners", fail)
+    monkeypatch.setattr(main, "check_not_fenced", unavailable)
+    with pytest.raises(TrainingDiverged):
         start(context)
