@@ -137,7 +137,9 @@ def compact_rollouts(store: ObjectStore, keep: int = 0) -> int:
     Raises StoreError. The next call continues.
     """
     end = removed_through(store, keep, spare=1)
-    objects, files = list_rollouts(store), list_commits(store).files
+    objects, listing = list_rollouts(store), list_commits(store)
+    counted = set(counting(listing.keys(), read_epochs(store)).values())
+    files = [file for file in listing.files if counted.issuperset(file.commit_keys())]  # others were given up
     if end >= 0:
         store.delete([steps.rollouts_key for steps in objects if steps.last <= end])
         delete_with_folders(store, [key for key in list_keys(store, BATCHES_PREFIX) if parse_step_key(key)[0] <= end])

@@ -5,7 +5,7 @@ import functools
 import pyarrow as pa
 
 from pipelinerl_core.data.compaction import CompactedRollouts, list_rollouts, read_batch
-from pipelinerl_core.errors import MissingObject
+from pipelinerl_core.errors import BrokenRecord, MissingObject
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.records import Commit
 
@@ -41,7 +41,11 @@ class TrainedRows:
             return []
         holding = (steps for steps in self._objects if steps.epoch == commit.epoch and commit.step in steps.steps)
         if (steps := next(holding, None)) is not None:
-            return [self._open(steps).trained(commit.step)]
+            try:
+                return [self._open(steps).trained(commit.step)]
+            except BrokenRecord:  # compaction leaves batches beside a damaged object
+                if not all(self._store.exists(entry.name) for entry in commit.batches):
+                    raise
         rows = []
         for entry in commit.batches:
             rows += read_batch(self._store, entry)

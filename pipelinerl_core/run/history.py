@@ -240,7 +240,9 @@ def accept_lost_commits(store: ObjectStore, *, is_final: bool) -> dict[str, Any]
 
 
 def _remove_given_up(store: ObjectStore, last: int) -> None:
-    """Delete the weights and evaluations of the steps after `last`: the run makes these versions again."""
+    """Delete the weights and evaluations of the steps after `last`: the run makes these versions again. Delete the
+    logs of unfinished groups too, which may have tokens of these versions."""
+    store.delete(list_keys(store, "partials"))
     store.delete([key for key in list_keys(store, "weights") if parse_step_key(key)[0] > last])
     store.delete([key for key in list_keys(store, EVALS_PREFIX) if eval_version(key) > last])
 

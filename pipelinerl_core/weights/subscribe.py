@@ -28,6 +28,8 @@ class WeightSubscriber:
         self._store = store
         self._base = base
         self._host = socket.gethostname()
+        self._elsewhere: WeightManifest | None = None
+        """The first version that only another host can read."""
         self._uses_deltas = False
         self._whole: tuple[str, bytes] | None = None
         """In a run with deltas: digest and bytes of the last version that was read whole."""
@@ -35,7 +37,8 @@ class WeightSubscriber:
     def fetch(self, manifest: WeightManifest) -> WeightUpdate:
         """The verified tensors of a version, as an update. Adapters are merged; the update has only adapted weights.
 
-        Raises MissingObject if the version is gone, ConfigError if only another host can read it, ChecksumMismatch if
+        Raises MissingObject if the version is gone, or the first that only another host can read; ConfigError for a
+        second version of that kind; ChecksumMismatch if
         it is damaged, or if its adapters belong to another base model.
         """
         tensors, inode = self._read(manifest)
@@ -83,11 +86,15 @@ class WeightSubscriber:
         # A container may have another name than its host, and the memory of the host.
         is_here = manifest.host == self._host or manifest.shm is None or Path(manifest.shm).parent.is_dir()
         if manifest.key is None and not is_here:
-            raise ConfigError(
+            text = (
                 f"weights.transport=shm: version {manifest.version} is in the shared memory of {manifest.host}, and "
                 f"not durable, so {self._host} cannot read it. Set weights.transport=object_store or nccl, or "
                 "weights.durable_every=1"
             )
+            if self._elsewhere in (None, manifest):  # the run may be resumed on this host
+                self._elsewhere = manifest
+                raise MissingObject(text)
+            raise ConfigError(text)  # a trainer publishes there
         if manifest.key is None:
             raise MissingObject(
                 f"weights of version {manifest.version}: gone from shared memory of {manifest.host} and not durable; "

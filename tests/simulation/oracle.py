@@ -62,8 +62,11 @@ class _Audit(Audit):
         return rows
 
 
-def check(store: PlainStore, config: RunConfig) -> list[str]:
-    """Sentences; empty if the run closes, its weights are those of its batches, and no row is lost."""
+def check(store: PlainStore, config: RunConfig, *, has_processors: bool) -> list[str]:
+    """Sentences; empty if the run closes, its weights are those of its batches, and no row is lost.
+
+    has_processors: the weights also depend on the processors.
+    """
     auditor = _Audit(store, config)
     audit = auditor.run().document
     if not audit["closes"] or audit["lost"] or audit["trained_twice"] or audit["commits"] != config.trainer.steps + 1:
@@ -73,8 +76,8 @@ def check(store: PlainStore, config: RunConfig) -> list[str]:
     wrong = [record.version for record in evals if config.eval.on == "own" and record.last_version != record.version]
     if wrong:
         return [f"evaluations of versions {wrong} have tokens of other versions"]
-    learner = ScriptedLearner(config.model.dtype)
-    return [*_other_weights(learner, auditor.rows, commits), *_lost_rows(store, auditor.rows, commits)]
+    other = () if has_processors else _other_weights(ScriptedLearner(config.model.dtype), auditor.rows, commits)
+    return [*other, *_lost_rows(store, auditor.rows, commits)]
 
 
 def weights_of(store: PlainStore) -> list[str]:

@@ -160,11 +160,11 @@ class ScriptedLearner:
 
     rescorer = ScriptedRescorer()
 
-    def __init__(self, dtype: str, *, step_seconds: float = 0.0, diverges: bool = False) -> None:
-        """diverges: on DIVERGING_GROUPS."""
+    def __init__(self, dtype: str, *, step_seconds: float = 0.0, diverges: bool = False, processor: str = "") -> None:
+        """diverges: on DIVERGING_GROUPS. processor: makes other weights of the same rows."""
         self.version = 0
         self._dtype = dtype
-        self._step_seconds, self._diverges = step_seconds, diverges
+        self._step_seconds, self._diverges, self._processor = step_seconds, diverges, processor
         self._digest = bytes(32)
         self.trainer_logprobs: list[Any] = []
 
@@ -178,7 +178,7 @@ class ScriptedLearner:
 
     def learn(self, rows: Sequence[Any]) -> None:
         """A step without its time."""
-        digest = hashlib.sha256(self._digest)
+        digest = hashlib.sha256(self._digest + self._processor.encode())
         for row in rows:
             digest.update(repr((row.rollout.group_id, row.rollout.rollout_index, row.advantage)).encode())
             digest.update(row.rollout.completion_token_ids.tobytes())
@@ -199,7 +199,14 @@ class ScriptedLearner:
     def state(self) -> LiveState:
         return LiveState(take_snapshot(self).tensors, {"version": self.version})
 
+    def adopt_weights(self, files: Iterable[Mapping[str, torch.Tensor]]) -> None:
+        (self._digest,) = [_as_digest(tensors["digest"]) for tensors in files if "digest" in tensors]
+
     def load_state(self, files: Iterable[Mapping[str, torch.Tensor]], values: Mapping[str, Any]) -> None:
         (digest,) = [tensors["digest"] for tensors in files]
-        self._digest = bytes(digest.to(torch.uint8).numpy().tobytes())
+        self._digest = _as_digest(digest)
         self.version = values["version"]
+
+
+def _as_digest(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.to(torch.uint8).numpy().tobytes())

@@ -40,8 +40,9 @@ from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.runtime.process import exit_codes
 from pipelinerl_core.roles.runtime.task import Task
 from pipelinerl_core.roles.trainer import main as trainer_main
+from pipelinerl_core.roles.trainer import retrain
 from pipelinerl_core.rollouts.player import SingleTurns, TextCodec
-from pipelinerl_core.run import compaction, hub_status
+from pipelinerl_core.run import compaction, history, hub_status
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.evaluations import SCHEDULED
 from pipelinerl_core.run.history import is_complete
@@ -84,6 +85,8 @@ class Settings(NamedTuple):
     """The loss of some steps is not finite."""
     has_errors: bool
     """Some texts have no reward."""
+    has_processors: bool
+    """Other hosts have another processor, which makes other weights of the same rows."""
 
     @property
     def plain(self) -> "Settings":
@@ -141,7 +144,12 @@ class Simulation:
 
     def learner(self) -> ScriptedLearner:
         own = self.settings
-        return ScriptedLearner(own.config.model.dtype, step_seconds=own.step_seconds, diverges=own.diverges)
+        return ScriptedLearner(own.config.model.dtype, step_seconds=own.step_seconds, diverges=own.diverges,
+                               processor=self.processor())  # fmt: skip
+
+    def processor(self) -> str:
+        """Of the host of the running process."""
+        return "other" if self.settings.has_processors and process().host != "host" else ""
 
     def context(self, own: Process) -> RunContext:
         store: ObjectStore = SimulatedStore(self.disk, own)
@@ -243,8 +251,9 @@ class Simulation:
         self.note("the run is resumed")
         self.disk.objects.pop(CONTROL_KEY)
         self.ended = set()
+        host = self.world.rng.choice(["host", "host-1"])
         for name in self.names:
-            self.start(name)
+            self.start(name, host)
 
     # ---- roles -----------------------------------------------------------------------------------------------
 
@@ -323,7 +332,9 @@ def replaced_machinery(simulation: Callable[[], Simulation], settings: Settings)
             (hub_main, "give_back_freed_memory", lambda: None),
             (trainer_main, "open_learners", learners), (trainer_main, "freeze_startup_objects", lambda: None),
             (trainer_main, "token_digests", lambda config: {}), (trainer_main, "check_parity", lambda *_: None),
-            (evaluation, "build_task", task), (evaluator_main, "open_engine", engine),
+            (history, "processor", lambda: simulation().processor()),
+            (retrain, "processor", lambda: simulation().processor()), (evaluation, "build_task", task),
+            (evaluator_main, "open_engine", engine),
             (service, "SYNC_SECONDS", settings.sync_seconds), (hub_rows, "GROUP_BYTES", settings.group_bytes),
             (compaction, "FILE_STEPS", 6), (compaction, "MARGIN_STEPS", 3),
             (codec, "SEGMENT_OPTIONS", pa.ipc.IpcWriteOptions()),  # compression takes a quarter of the time
@@ -372,7 +383,7 @@ def settings_of(seed: int, steps: int) -> Settings:
     return Settings(
         config, num_actors=rng.randint(1, 3), sync_seconds=rng.choice([0.05, 0.2, 0.5]),
         step_seconds=other.choice([0.05, 0.1, 0.4, 1.5]), group_bytes=other.choice([32, 256]) << 10,
-        diverges=other.random() < 0.3, has_errors=has_errors,
+        diverges=other.random() < 0.3, has_errors=has_errors, has_processors=other.random() < 0.2,
     )  # fmt: skip
 
 
@@ -410,8 +421,8 @@ def simulate(
     """A run of `steps` steps with faults; kept: indices of the faults that happen, None for all."""
     settings = settings_of(seed, steps)
     simulation = simulated(settings, seed, num_faults, kept, has_logs=has_logs)
-    simulation.errors += check(PlainStore(simulation.disk), settings.config)
-    is_fixed = not settings.config.schedule.max_lag and not settings.diverges
+    simulation.errors += check(PlainStore(simulation.disk), settings.config, has_processors=settings.has_processors)
+    is_fixed = not (settings.config.schedule.max_lag or settings.diverges or settings.has_processors)
     if is_fixed and num_faults and not simulation.errors:
         # Without lag the trained rows depend on the configuration only, unless a quarantine is forgotten in a crash.
         undisturbed = simulated(settings.plain, seed)

@@ -20,7 +20,7 @@ from pipelinerl_core.errors import ConfigError, HubUnavailable, RunOver
 from pipelinerl_core.host import is_loopback
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import Answer, Refused, Register, Registered, Request, Reserve, Rows, RowsHeader
-from pipelinerl_core.run.hub_status import read_hub
+from pipelinerl_core.run.hub_status import has_ended, read_hub
 from pipelinerl_core.run.records import HUB_KEY, HubRecord
 
 T = TypeVar("T")
@@ -70,6 +70,8 @@ class HubLink:
         self._lock = threading.RLock()
         self._client: HubClient | None = None
         self._closed = False
+        self._elsewhere: tuple[str, float] | None = None
+        """The first heartbeat that was read of a hub on the loopback address of another host: (boot id, time)."""
         self.registered: Registered | None = None
         self.on_sync_now: Callable[[], None] = lambda: None
         """Called on a thread of the channel for each SyncNow."""
@@ -198,6 +200,10 @@ class HubLink:
         if record.live.get("state") == "done" and (record.boot_id == self.boot_id or self._is_over()):
             raise RunOver("the run is over, its hub has ended after the last step")
         if record.host != socket.gethostname() and is_loopback(urlsplit(record.url).hostname or ""):
+            beat = record.boot_id, record.beat
+            self._elsewhere = self._elsewhere or beat
+            if beat == self._elsewhere or has_ended(record):  # the run is resumed here, and its hub has not started
+                raise HubUnavailable(f"the hub at {record.url} of host {record.host} does not live")
             raise ConfigError(
                 f"the hub listens at {record.url} of host {record.host}, which other hosts cannot reach. Set "
                 "placement.hub_host to an address of the host that runs the train flow"

@@ -36,7 +36,9 @@ def adopt(
     commit = read_commit(store, commits[last])
     restore(store, learner, commits, last)
     begun, start = learner.version, time.monotonic()
-    must_match = max(inexact_steps(store, commits, config), default=0) <= begun
+    # A start that found no checkpoint of its own processor may have trained from an older checkpoint: what follows a
+    # checkpoint of another processor need not follow from it.
+    must_match = max(inexact_steps(store, commits, config), default=-1) < begun
     differs = False
     if begun < last:
         logger.info("training steps %d to %d again, after the checkpoint of step %d", begun + 1, last, begun)

@@ -67,9 +67,10 @@ def weights_digest(learner: Learner) -> str:
 def _checkpoints(store: ObjectStore, commits: Mapping[int, str], step: int) -> Iterator[CheckpointRef]:
     """The checkpoints of commits up to `step`, newest first; then those that the listing lacks and commits name,
     for which it reads at most two commits each. No commit names the checkpoint that a drain writes."""
+    keys = {*list_keys(store, "checkpoints"), *list_keys(store, "checkpoints")}  # one wrong listing may lack some
     listed = [
         reference
-        for reference in complete_checkpoints(list_keys(store, "checkpoints"))
+        for reference in complete_checkpoints(keys)
         if reference.step <= step and commits.get(reference.step) == commit_key(reference.step, reference.epoch)
     ]
     yield from sorted(listed, key=lambda reference: reference.step, reverse=True)

@@ -19,6 +19,7 @@ from pipelinerl_core.roles.runtime.observed_store import ObservedStore
 from pipelinerl_core.run import compaction
 from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.compacted import StepRange
+from pipelinerl_core.run.history import accept_lost_commits
 from pipelinerl_core.run.records import batch_key, checkpoint_prefix, parse_step_key, rollout_key
 from pipelinerl_core.storage.local import FileStore
 from pipelinerl_core.telemetry.role_metrics import RoleMetrics
@@ -159,7 +160,7 @@ def test_a_second_call_does_nothing_and_reads_no_segment(run):
     compact_rollouts(run)
     counted = CountingStore(run)
     assert compact_rollouts(counted) == 0
-    assert counted.total == 4  # listings
+    assert counted.total == 6  # listings, and the epoch
 
 
 def test_objects_are_cut_by_tokens(run, monkeypatch):
@@ -302,6 +303,34 @@ def test_batches_stay_beside_an_object_that_lacks_their_rows(run, caplog):
     assert run.exists(batch_key(3, EPOCH, 0))
     assert not run.exists(batch_key(9, EPOCH, 0))
     assert "batches of steps 0 to 7 stay beside their compacted rows" in caplog.text
+
+
+def test_batches_that_stay_beside_a_damaged_object_are_read(run):
+    commit = read_commits(run)[3]
+    batches = {entry.name: run.get(entry.name) for entry in commit.batches}
+    (rows,) = TrainedRows(run).batches(commit)
+    compact_rollouts(run)
+    run.put(COMPACTED[0].rollouts_key, run.get(COMPACTED[0].rollouts_key)[:-100])
+    with pytest.raises(BrokenRecord, match="is damaged"):
+        TrainedRows(run).batches(commit)
+    for name, data in batches.items():
+        run.put(name, data)
+    assert TrainedRows(run).batches(commit) == [rows]
+
+
+def test_commits_that_were_given_up_delete_no_segment(run):
+    for step in range(STEPS + 1, 32):
+        put_step(run, step)
+    compaction.compact_commits(run)
+    compact_rollouts(run)
+    run.delete([COMPACTED[1].commits_key])
+    run.delete(
+        [StepRange(16, 23, EPOCH).rollouts_key]
+    )  # as if the trainer had been killed before it wrote the object
+    accept_lost_commits(run, is_final=True)
+    put_segment(run, 0, group(8, attempt=3000), epoch=9)
+    compact_rollouts(run)
+    assert run.exists(rollout_key("actor-0", 9, 0))
 
 
 def test_an_object_with_rows_of_several_steps_in_a_row_group_is_read(run):

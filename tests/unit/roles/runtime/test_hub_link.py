@@ -1,6 +1,7 @@
 """How a role finds its hub and how long it looks for one."""
 
 import socket
+import threading
 import time
 from types import SimpleNamespace
 
@@ -71,10 +72,24 @@ def test_a_wrong_token_is_said_at_once(server, link_to):
 
 
 @pytest.mark.parametrize("url", ["grpc://127.0.0.1:1", "grpc+tls://localhost:1", "grpc://[::1]:1"])
-def test_a_hub_on_the_loopback_of_another_host_is_a_wrong_configuration(link_to, url):
-    link = link_to(record(url=url, host="node-7"), deadline_seconds=3600.0)
+def test_a_live_hub_on_the_loopback_of_another_host_is_a_wrong_configuration(link_to, url):
+    hub = record(url=url, host="node-7")
+    link = link_to(hub)
+    with pytest.raises(HubUnavailable, match=r"of host node-7 does not live"):
+        link.connect()
+    put_record(link._store, HUB_KEY, hub.model_copy(update={"beat": hub.beat + 1}))
     with pytest.raises(ConfigError, match=r"of host node-7, which other hosts cannot reach\. Set placement"):
         link.connect()
+
+
+def test_a_run_that_is_resumed_on_another_host_waits_for_its_hub_there(server, link_to):
+    earlier = record(host="node-7")
+    link = link_to(earlier, deadline_seconds=60.0)
+    threading.Timer(0.3, lambda: put_record(link._store, HUB_KEY, record(url=server.url))).start()
+    assert link.connect().boot_id == "boot"
+    ended = earlier.model_copy(update={"beat": earlier.beat + 1, "live": {"state": "stopped"}})
+    with pytest.raises(HubUnavailable, match="does not live"):
+        link_to(ended).connect()
 
 
 def test_a_hub_that_is_not_there_is_named_by_its_url(link_to):
