@@ -19,7 +19,8 @@ def accept_loss(
     """Let a stopped run continue from the last step before missing commits, after a disk or a bucket lost them.
 
     A start refuses a run whose store lists fewer commits than were written, because the store may answer wrongly for
-    a moment. Use this command only if the commits are lost for good; the steps after them are trained again.
+    a moment. Use this command only if the commits are lost for good; the steps after them are trained again. No role
+    of the run may be left: actors end two minutes after their hub, and until then sample with lost versions.
 
     Example: `pipelinerl accept-loss latest`
     """

@@ -37,9 +37,8 @@ class WeightSubscriber:
     def fetch(self, manifest: WeightManifest) -> WeightUpdate:
         """The verified tensors of a version, as an update. Adapters are merged; the update has only adapted weights.
 
-        Raises MissingObject if the version is gone, or the first that only another host can read; ConfigError for a
-        second version of that kind; ChecksumMismatch if
-        it is damaged, or if its adapters belong to another base model.
+        Raises MissingObject if the version is gone, or is the first that only another host can read; ConfigError for
+        a second of that kind; ChecksumMismatch if it is damaged, or if its adapters belong to another base model.
         """
         tensors, inode = self._read(manifest)
         is_partial = isinstance(tensors, Adapters)

@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of a run")
     parser.add_argument("--faults", type=int, default=10, help="faults of a run")
     parser.add_argument("--until-failure", action="store_true", help="end with the first run that fails")
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--jobs", type=int, default=2, help="processes; 0: this process runs them")
     chosen = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets must be the same in every process
         os.execve(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]],
@@ -61,6 +61,9 @@ def main() -> int:
 
 def results(seeds: Sequence[int], steps: int, num_faults: int, jobs: int) -> Iterator[tuple[int, list[str]]]:
     """(seed, what is wrong with its run), in order; a process serves a limited number of runs."""
+    if not jobs:
+        yield from ((seed, errors_of(seed, steps, num_faults)) for seed in seeds)
+        return
     pool = ProcessPoolExecutor(  # gc.freeze: a full collection need not visit the objects of imported modules
         jobs, mp_context=get_context("spawn"), max_tasks_per_child=500, initializer=gc.freeze
     )

@@ -34,7 +34,7 @@ class Arrivals:
         if rows is None:
             return [MissingObject(f"group {group.ref.group_id} arrived without its rows") for group in groups]
         summaries = summarize([group.ref for group in groups], rows)
-        self.lacks(max(map(newest_version, summaries), default=0))
+        self._catch_up(max(map(newest_version, summaries), default=0))
         with self._changed:
             actor = self._state.peers[peer].actor
             if actor is None:
@@ -52,21 +52,15 @@ class Arrivals:
             self._state.request_sync()
         return answers
 
-    def lacks(self, version: int) -> bool:
-        """Whether no commit of a version is in the store. An actor may come from the hub before, which has announced
-        versions after this hub had read the store: the commits are read now. False if the store does not answer."""
-        if not self._is_behind(version):
-            return False
-        try:
-            self._read_missed_commits()
-        except StoreError as error:
-            logger.warning("version %d is not known to this hub: %s", version, error)
-            return False
-        return self._is_behind(version)
-
-    def _is_behind(self, version: int) -> bool:
+    def _catch_up(self, version: int) -> None:
+        """An actor may come from the hub before, which has announced versions after this hub had read the store."""
         with self._changed:
-            return version > max(0, self._ledger.committed_step)  # before the first commit there is version 0
+            is_behind = version > max(0, self._ledger.committed_step)  # before the first commit there is version 0
+        if is_behind:
+            try:
+                self._read_missed_commits()
+            except StoreError as error:
+                logger.warning("version %d is not known to this hub: %s", version, error)
 
     def _add(self, peer: str, actor: ActorKey, group: Group, summary: GroupSummary) -> Answer | Exception:
         ref = group.ref

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import pyarrow as pa
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import SchemaMismatch, WrongPeer
+from pipelinerl_core.errors import WrongPeer
 from pipelinerl_core.interfaces import ObjectStore, PromptSource, RowSlice
 from pipelinerl_core.ledger import ActorKey, Grant, Ledger
 from pipelinerl_core.messages import (
@@ -218,10 +218,6 @@ class Hub:
         return answer
 
     def _sync(self, peer: str, request: Sync) -> Answer:
-        if request.boot_id == self.boot_id and self._arrivals.lacks(request.engine_version):
-            raise SchemaMismatch(
-                f"the engine of {peer} has version {request.engine_version}, whose commit is lost: the actor must end"
-            )
         with self._changed:
             actor = self._state.peers[peer].actor
             if actor is None or request.boot_id != self.boot_id:

@@ -521,14 +521,6 @@ def test_an_actor_that_comes_from_the_hub_before_brings_tokens_of_a_commit_that_
     talk.deliver(first)
 
 
-def test_an_actor_whose_version_has_no_commit_must_end(talk):
-    """A user has accepted that the commits after step 0 are lost, while the actor was alive."""
-    with pytest.raises(SchemaMismatch, match="has version 1, whose commit is lost"):
-        talk.sync(want=1, version=1)
-    put_commit(talk.store, 1, 2)
-    assert talk.sync(want=1, version=1).leases
-
-
 def test_tokens_of_a_committed_version_that_only_an_earlier_hub_announced_are_taken(talk):
     """With weights.publish_every, a version may have replaced one that an actor could not read, without a commit."""
     [lease] = talk.sync(want=1).leases
