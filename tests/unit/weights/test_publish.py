@@ -158,10 +158,8 @@ def test_weights_of_another_host_come_from_the_store(store, shm):
 def test_a_trainer_that_publishes_in_the_shared_memory_of_another_host_alone_is_a_wrong_configuration(store, shm):
     manifest = publish(publisher(store), 7, WEIGHTS, durable=False)
     manifest = replace(manifest, host="elsewhere", shm="/dev/shm/pipelinerl-not-here/7")
-    subscriber, says = (
-        WeightSubscriber(store),
-        r"in the shared memory of elsewhere.*Set weights\.transport=object_store",
-    )
+    subscriber = WeightSubscriber(store)
+    says = r"in the shared memory of elsewhere.*Set weights\.transport=object_store"
     for _ in range(2):  # perhaps of an earlier start of the run on another host
         with pytest.raises(MissingObject, match=says):
             subscriber.fetch(manifest)

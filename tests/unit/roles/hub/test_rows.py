@@ -156,7 +156,7 @@ def test_a_waiting_trainer_gets_groups_although_the_rows_of_dead_actors_fill_the
     for _ in range(50):
         for name in others:
             run.send(name)
-    for name in others:  # nobody seals their rows
+    for name in others:  # they have not sealed their rows
         run.hub.disconnected(name)
     assert [run.send(first) for _ in range(100)][-20:] == [0] * 20
     monkeypatch.setattr(run.hub._state, "awaited_step", 1)  # as during the wait of a reservation
