@@ -120,6 +120,7 @@ def test_between_published_versions_the_newest_version_replaces_one_that_an_acto
         committer.republish_if_unreadable({"a/1": sample(unreadable)}, 4, lambda: snapshot_of(WEIGHTS))
         if committer._republishing is not None:
             committer._republishing.result(10)
+        assert link.manifests[-1].version == 4
     committer.submit(without_rows(5, committer._publisher.memory))
     committer.flush()
     assert committer.manifest.version == 4  # also for a hub that starts now, although commit 5 names no version
