@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from pipelinerl_core.errors import PipelineRLError
+from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.reading import find_record
 from pipelinerl_core.run.records import HUB_KEY, HubRecord
@@ -64,7 +64,7 @@ class HubWatch:
         """clock, sleep: replace time.monotonic and time.sleep in tests."""
         self._store = store
         self._clock = clock or time.monotonic
-        self._sleep = sleep or time.sleep
+        self.sleep = sleep or time.sleep
         self._heartbeat: tuple[str, float] | None = None  # (boot id, time of the heartbeat): the newest that was read
         self._changed_at = self._clock()
         self._has_looked = False
@@ -99,7 +99,7 @@ class HubWatch:
                 return hub
             if self.silent_seconds >= HEARTBEAT_SECONDS:
                 return None
-            self._sleep(_POLL_SECONDS)
+            self.sleep(_POLL_SECONDS)
 
 
 def process_mark(pid: int) -> str:
@@ -143,6 +143,19 @@ def refuse_second_hub(
             f"{store.url}: this run is live: its hub has pid {hub.pid} on {hub.host}. Stop the run first, or follow "
             "the run with `pipelinerl status`"
         )
+
+
+def wait_without_hub(store: ObjectStore, seconds: float, watch: HubWatch) -> None:
+    """Wait until no hub has sent a heartbeat for `seconds`; no wait if the hub has ended by itself.
+
+    Raises ConfigError if a hub is live.
+    """
+    while True:
+        refuse_second_hub(store, ConfigError, watch=watch)
+        hub = watch.look()
+        if hub is None or has_ended(hub) or watch.silent_seconds >= seconds:
+            return
+        watch.sleep(_POLL_SECONDS)
 
 
 def is_descendant(pid: int) -> bool:

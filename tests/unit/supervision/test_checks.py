@@ -24,7 +24,7 @@ from pipelinerl_core.models import recipes
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.report.markdown import report_markdown
 from pipelinerl_core.run.context import RunContext
-from pipelinerl_core.run.hub_status import HubWatch, may_be_live, process_mark, refuse_second_hub
+from pipelinerl_core.run.hub_status import HubWatch, may_be_live, process_mark, refuse_second_hub, wait_without_hub
 from pipelinerl_core.run.locate import refuse_if_live, root_url
 from pipelinerl_core.run.records import HUB_KEY, EvalRecord, HubRecord
 from pipelinerl_core.storage.object_store import open_store
@@ -399,6 +399,20 @@ def test_a_hub_on_another_host_that_died_blocks_a_start_for_five_seconds_whateve
     other.beats_until = 60.0
     other.beat()
     assert watch.find_live() is not None, "it was started again in between"
+
+
+def test_a_wait_without_a_hub_lasts_from_the_last_heartbeat_and_ends_with_the_start_of_a_hub(store):
+    other = Elsewhere(store, 3600.0)
+    wait_without_hub(store, 130.0, other.watch())
+    assert other.now == 130.0
+    other.beats_until = 200.0
+    other.beat()
+    with pytest.raises(ConfigError, match="this run is live"):
+        wait_without_hub(store, 130.0, other.watch())
+    put_record(store, HUB_KEY, hub(host="elsewhere", pid=1, live={"state": "stopped"}))
+    before = other.now
+    wait_without_hub(store, 130.0, other.watch())
+    assert other.now == before
 
 
 @pytest.mark.parametrize(("state", "lives"), [("run", True), ("drain", True), ("stopped", False), ("done", False)])
