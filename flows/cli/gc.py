@@ -30,7 +30,10 @@ def gc(
     older_than: OlderThan = None,
     rollouts: Annotated[
         bool,
-        typer.Option("--rollouts", help="Also delete segments of decided groups; batches keep the trained rollouts."),
+        typer.Option(
+            "--rollouts",
+            help="Also delete segments of decided groups, of a finished run all; batches keep the trained rollouts.",
+        ),
     ] = False,
     now: Annotated[bool, typer.Option("--now", help="Delete at once, also what no earlier call has noted.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be deleted; delete nothing.")] = False,

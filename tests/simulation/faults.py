@@ -197,7 +197,7 @@ def drain(run: "Simulation", rng: random.Random) -> str:
 def collect_garbage(run: "Simulation", rng: random.Random) -> str:
     """`pipelinerl gc` of a run that may be live, half of the times with --rollouts."""
     with_rollouts = rng.random() < 0.5
-    run.disk.collects_segments = run.disk.collects_segments or with_rollouts
+    run.note_collection(with_rollouts=with_rollouts)
 
     def collect_all(store: SimulatedStore) -> None:
         for _ in range(2):  # the second call removes what the first call has noted

@@ -115,6 +115,8 @@ def _lost_rows(store: PlainStore, rows: Rows, commits: Commits) -> Iterator[str]
         except SchemaMismatch:  # a fault damaged it
             continue
         for group_id, attempt in ((ref.group_id, ref.attempt) for ref in refs):
+            if group_id not in fates and store.disk.collects_undecided:
+                continue
             if group_id not in fates:
                 yield f"{key} was deleted with the undecided group {group_id}"
                 continue

@@ -1,6 +1,7 @@
 """A whole run: hub, actors, trainer and a supervisor that starts each of them again."""
 
 import contextlib
+import dataclasses
 import io
 import logging
 import random
@@ -49,6 +50,7 @@ from pipelinerl_core.run.history import is_complete
 from pipelinerl_core.run.records import CONTROL_KEY, RUN_KEY
 from pipelinerl_core.supervision.run_roles import is_over
 from pipelinerl_core.telemetry.metrics import METRICS
+from pipelinerl_core.tools.gc import collect
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.builders import run_record, small_config
 from tests.simulation.faults import plan, schedule
@@ -87,6 +89,8 @@ class Settings(NamedTuple):
     """Some texts have no reward."""
     has_processors: bool
     """Other hosts have another processor, which makes other weights of the same rows."""
+    first_steps: int
+    """Steps of the first start; then `pipelinerl resume` with more steps."""
 
     @property
     def plain(self) -> "Settings":
@@ -98,7 +102,14 @@ class Settings(NamedTuple):
             "checkpoint": config.checkpoint.model_copy(update={"every_seconds": 100.0}),
             "store": config.store.model_copy(update={"partial_log": False, "keep_rows": 0}),
         }
-        return self._replace(config=config.model_copy(update=changed), num_actors=1, step_seconds=0.05)
+        config = config.model_copy(update=changed)
+        return self._replace(config=config, num_actors=1, step_seconds=0.05, first_steps=config.trainer.steps)
+
+    @property
+    def first_config(self) -> RunConfig:
+        """The configuration of the first start."""
+        trainer = self.config.trainer.model_copy(update={"steps": self.first_steps})
+        return self.config.model_copy(update={"trainer": trainer})
 
 
 class NoMetrics:
@@ -114,8 +125,8 @@ class Simulation:
     """The processes and the store of one run, and its flow: it starts roles again, stops and resumes them."""
 
     def __init__(self, world: World, settings: Settings) -> None:
-        self.world, self.settings, self.config = world, settings, settings.config
-        config = settings.config
+        self.world, self.settings, self.config = world, settings, settings.first_config
+        config = self.config
         self.disk = Disk(world)
         record = run_record(config)
         self.record = record
@@ -249,11 +260,38 @@ class Simulation:
 
     def _resume(self) -> None:
         self.note("the run is resumed")
-        self.disk.objects.pop(CONTROL_KEY)
+        self.disk.objects.pop(CONTROL_KEY, None)
         self.ended = set()
-        host = self.world.rng.choice(["host", "host-1"])
-        for name in self.names:
-            self.start(name, host)
+        earlier, host = self.config, self.world.rng.choice(["host", "host-1"])
+
+        def start() -> None:
+            for name in self.names:
+                self.start(name, host)
+
+        def collect_first(store: SimulatedStore) -> None:
+            try:
+                collect(store, earlier, with_rollouts=True, dry_run=False, now=True)
+            finally:
+                self.world.at(self.world.now, start)
+
+        if not is_complete(self.whole.store, earlier.trainer.steps):
+            start()
+            return
+        is_collected = self.world.rng.random() < 0.5
+        if is_collected:
+            self.note("gc --rollouts")
+            self.note_collection(with_rollouts=True)
+        self.config = self.settings.config
+        self.whole = dataclasses.replace(self.whole, config=self.config)
+        if is_collected:
+            self.command("gc", collect_first)
+        else:
+            start()
+
+    def note_collection(self, *, with_rollouts: bool) -> None:
+        """Tell the oracle of a gc that begins."""
+        self.disk.collects_segments |= with_rollouts
+        self.disk.collects_undecided |= with_rollouts and is_complete(self.whole.store, self.config.trainer.steps)
 
     # ---- roles -----------------------------------------------------------------------------------------------
 
@@ -294,8 +332,10 @@ class Simulation:
 
     @property
     def must_resume(self) -> bool:
-        """Whether a drain was requested before the last step was committed."""
-        return CONTROL_KEY in self.disk.objects and not is_complete(self.whole.store, self.config.trainer.steps)
+        """Whether a drain was requested before the last step was committed, or the user wants more steps."""
+        is_first = self.config.trainer.steps < self.settings.config.trainer.steps
+        is_drained = CONTROL_KEY in self.disk.objects
+        return (is_drained or is_first) and not is_complete(self.whole.store, self.settings.config.trainer.steps)
 
     @property
     def is_over(self) -> bool:
@@ -384,6 +424,7 @@ def settings_of(seed: int, steps: int) -> Settings:
         config, num_actors=rng.randint(1, 3), sync_seconds=rng.choice([0.05, 0.2, 0.5]),
         step_seconds=other.choice([0.05, 0.1, 0.4, 1.5]), group_bytes=other.choice([32, 256]) << 10,
         diverges=other.random() < 0.3, has_errors=has_errors, has_processors=other.random() < 0.2,
+        first_steps=other.randint(1, steps) if other.random() < 0.3 else steps,
     )  # fmt: skip
 
 

@@ -36,6 +36,8 @@ class Disk:
         """Called when a commit of a step is written."""
         self.collects_segments = False
         """`gc --rollouts` may have removed segments whose groups are all decided, without a compacted object."""
+        self.collects_undecided = False
+        """`gc --rollouts` of a finished run may have removed all segments."""
         self.num_requests = 0
 
 
