@@ -13,7 +13,6 @@
     sql          SQL over a million rollouts: seconds and memory
     stream       the channel and the hub
     swap         a weight version from the learner to the engine, beside one copy of its bytes
-    trainer      what ranks wait for between steps
     vllm         overhead of the adapter over plain vLLM
 
 The benchmark receives the arguments after its name; `python -m benchmarks engine --help` lists the arguments.

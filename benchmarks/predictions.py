@@ -21,7 +21,6 @@ from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.planning.cache import cached_calibration
 from pipelinerl_core.planning.calibration import calibrate
-from pipelinerl_core.planning.closed_form import run_estimate
 from pipelinerl_core.planning.prediction import predict
 from pipelinerl_core.report.charts import Axis, Series, as_file, line_chart
 from pipelinerl_core.report.facts import collect
@@ -102,7 +101,7 @@ def measure(
 
 
 def _predictions(chosen: Sequence[Setting], root: Path, settings: Sequence[str]) -> dict[str, Any]:
-    """Name -> what the simulator, the closed form and the calibration run say; kept in predictions.json."""
+    """Name -> what the simulator and the calibration run say; kept in predictions.json."""
     file = root / "predictions.json"
     kept: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     for setting in chosen:
@@ -122,12 +121,10 @@ def _prediction(setting: Setting, root: Path, settings: Sequence[str]) -> dict[s
         source = cached_calibration(config)
     if source is None or source.measured is None:
         raise PipelineRLError(f"{setting.name}: no calibration of this machine; see {root}/bench.log")
-    steps_per_second, staleness = run_estimate(config, source.speeds_of(config), source.work_of(config))
     return {
         "at": time.time(),
         "calibrated": _base(setting),
         "simulated": asdict(predict(source, config)),
-        "closed_form": {"steps_per_second": steps_per_second, "mean_lag": staleness},
         "calibration_run": {
             "steps_per_second": source.measured.steps_per_second,
             "mean_lag": source.measured.mean_lag,
@@ -167,7 +164,7 @@ def _pipelinerl(root: Path, *arguments: str) -> None:
 
 # ---- output ------------------------------------------------------------------------------------------------------
 
-_SOURCES = {"simulated": "simulator", "closed_form": "closed form", "calibration_run": "calibration run"}
+_SOURCES = {"simulated": "simulator", "calibration_run": "calibration run"}
 
 
 def errors(result: Mapping[str, Any], source: str, key: str) -> list[float]:
@@ -190,7 +187,7 @@ def table(result: dict[str, Any]) -> str:
     titles = (("steps/s", "steps_per_second", "{:.3g}"), ("lag", "mean_lag", "{:.2f}"))
     header = ["configuration", "calibrated on"]
     for title, _, _ in titles:
-        header += [f"{title} predicted", "measured", "error", "repeats", "closed form", "calibration run"]
+        header += [f"{title} predicted", "measured", "error", "repeats", "calibration run"]
     rows = []
     for configuration in result["configurations"]:
         row = [configuration["name"], configuration["calibrated"]]
@@ -210,16 +207,15 @@ def table(result: dict[str, Any]) -> str:
 def _cells(configuration: Mapping[str, Any], key: str, form: str) -> list[str]:
     predicted = form.format(configuration["simulated"][key])
     if not configuration["runs"]:
-        return [predicted, "-", "-", "-", "-", "-"]
+        return [predicted, "-", "-", "-", "-"]
     only = {"configurations": [configuration]}
-    others = [f"{errors(only, source, key)[0]:+.0%}" for source in ("closed_form", "calibration_run")]
     measured = ", ".join(form.format(run[key]) for run in configuration["runs"])
     return [
         predicted,
         measured,
         f"{errors(only, 'simulated', key)[0]:+.0%}",
         f"{spread(configuration, key):.0%}",
-        *others,
+        f"{errors(only, 'calibration_run', key)[0]:+.0%}",
     ]
 
 
@@ -237,7 +233,6 @@ def figure(result: Mapping[str, Any]) -> str:
     ends = [value for source in _SOURCES for point in points(source) for value in point]
     series = [
         Series("equal", [(min(ends), min(ends)), (max(ends), max(ends))], "other", "beyond"),
-        Series("closed form", points("closed_form"), "train", "dots"),
         Series("calibration run", points("calibration_run"), "held", "dots"),
         Series("simulator", points("simulated"), "generate", "ring"),
     ]

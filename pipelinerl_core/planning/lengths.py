@@ -87,13 +87,6 @@ class Lengths:
         """[L] share of the completions that sample token 1, 2, ..., L: the completions of at least this length."""
         return np.cumsum(self.shares[::-1])[::-1]
 
-    def spread(self, size: int) -> float:
-        """Mean of the longest of `size` lengths over the mean length; of measured groups, whatever their size."""
-        if self.groups is not None:
-            return float(self.groups.max(axis=1).mean() / self.groups.mean())
-        shorter = np.concatenate([[0.0], np.cumsum(self.shares)[:-1]])
-        return float((1 - shorter**size).sum()) / self.mean
-
     def draw(self, random: np.random.Generator, num: int, size: int, first: int = 0) -> IntArray:
         """[num, size] random lengths of groups: measured groups if there are any, else independent lengths.
 

@@ -128,8 +128,6 @@ class SimulatedStep:
     """Sum of their lags."""
     max_lag: int
     """Largest lag of all tokens, optimizer steps."""
-    oldest_lags: tuple[int, ...]
-    """Lag of the oldest token of each group."""
     wait_seconds: float
     """Time for which the trainer had no groups before the step."""
 
@@ -162,11 +160,6 @@ class SimulatedRun:
         """Mean lag of the trained tokens, optimizer steps."""
         steps = self.steps[skip:]
         return sum(step.lag_tokens for step in steps) / max(1, sum(step.live_tokens for step in steps))
-
-    def mean_staleness(self, skip: int) -> float:
-        """Mean lag of the oldest token of a group: optimizer steps from the start of a group to its training."""
-        lags = [lag for step in self.steps[skip:] for lag in step.oldest_lags]
-        return sum(lags) / len(lags)
 
     def max_lag(self, skip: int) -> int:
         """Largest lag of a token, optimizer steps."""
@@ -504,7 +497,6 @@ class _Simulation:
                 live_tokens=sum(num for _, num in live),
                 lag_tokens=sum(lag * num for lag, num in live),
                 max_lag=max(lag for lag, _ in lags),
-                oldest_lags=tuple(step - 1 - min(summary.tokens_by_version) for summary in trained),
                 wait_seconds=waited,
             )
         )

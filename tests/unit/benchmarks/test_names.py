@@ -12,7 +12,7 @@ from pipelinerl_core.models.resolve import load_config
 
 
 def test_every_name_is_a_module():
-    assert len(NAMES) == 15
+    assert len(NAMES) == 14
     assert all(importlib.util.find_spec(f"benchmarks.{name}") for name in NAMES)
 
 

@@ -1,4 +1,5 @@
-"""Simulated runs on the real ledger, against the closed forms and the rules of the schedules."""
+"""Simulated runs on the real ledger, against the formulas of the PipelineRL paper (arXiv:2509.19128, appendix A)
+and the rules of the schedules."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,6 @@ from pipelinerl_core.emulation.accelerators import EmulatedSpeeds
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.planning import simulator
-from pipelinerl_core.planning.closed_form import System, conventional, mean_staleness, pipeline
 from pipelinerl_core.planning.lengths import Lengths
 from pipelinerl_core.planning.preemptions import read_trace
 from pipelinerl_core.planning.simulator import Preemption, SimulatedRun, Work, simulate
@@ -45,43 +45,46 @@ def per_flash(run: SimulatedRun, config: RunConfig) -> float:
 
 
 @pytest.mark.parametrize("train_token_seconds", [5e-5, 1e-4, 2e-4])
-def test_the_pipeline_has_the_throughput_of_the_closed_form(train_token_seconds):
+def test_the_pipeline_has_the_throughput_of_the_paper(train_token_seconds):
     """The engines are the bottleneck with the first two values, the trainer with the last."""
     config = planned(emulation={"train_token_seconds": train_token_seconds})
-    expected = pipeline(System.of(config, LENGTHS), sequences=32, generators=4)
-    assert per_flash(simulated(config), config) == pytest.approx(expected.throughput, rel=0.02)
+    expected = min(32 / 50 * 4, 4 / (train_token_seconds / 1e-4))  # U(H) I and (N - I) / tau
+    assert per_flash(simulated(config), config) == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_conventional_has_the_throughput_of_the_closed_form(steps):
+def test_conventional_has_the_throughput_of_the_paper(steps):
     config = planned(
         schedule={"kind": "conventional", "steps_per_phase": steps},
         engine={"concurrency": 64 * steps},
         placement={"actors": 1},
     )
     run = simulated(config)
-    expected = conventional(System.of(config, LENGTHS), steps)
-    assert per_flash(run, config) == pytest.approx(expected.throughput, rel=0.02)
-    assert run.max_lag(SKIP) == expected.lag
+    running = 64 * steps * LENGTHS.running / 8  # sequences on each accelerator after t decode steps
+    flashes = (running / np.minimum(1, running / 50)).sum()
+    tau = config.emulation.train_token_seconds / 1e-4
+    expected = 1 / (flashes / (64 * steps * LENGTHS.mean) + tau / 8)
+    assert per_flash(run, config) == pytest.approx(expected, rel=0.02)
+    assert run.max_lag(SKIP) == steps - 1
+
+
+def test_lengths_by_hand():
+    lengths = Lengths.uniform(3)
+    assert lengths.mean == pytest.approx(2)
+    assert lengths.running == pytest.approx([1, 2 / 3, 1 / 3])
+    assert Lengths.of([1, 3, 3, 3]).shares == pytest.approx([0.25, 0, 0.75])
+
+
+def test_drawn_lengths_have_the_distribution():
+    drawn = Lengths.of([1, 3, 3, 3]).draw(np.random.default_rng(0), 2_500, 4).ravel()
+    assert set(drawn) == {1, 3}
+    assert np.mean(drawn) == pytest.approx(2.5, rel=0.02)
 
 
 def test_prompts_are_trained_with_every_completion():
     config = planned(emulation={"train_token_seconds": 2e-4})
-    expected = pipeline(System.of(config, LENGTHS, prompt_tokens=100), sequences=32, generators=4)
-    assert expected.throughput == expected.training
-    assert per_flash(simulated(config, prompt_tokens=100), config) == pytest.approx(expected.throughput, rel=0.02)
-
-
-def test_the_mean_staleness_is_that_of_the_formula():
-    """Generation has half of the throughput of training."""
-    config = planned(emulation={"train_token_seconds": 4 / 5.12 * 1e-4}, schedule={"max_lag": 8})
-    expected = pipeline(System.of(config, LENGTHS), sequences=32, generators=4)
-    balance = expected.generation / expected.training
-    assert balance == pytest.approx(0.5)
-    staleness = simulated(config).mean_staleness(SKIP)
-    assert staleness == pytest.approx(
-        mean_staleness(balance=balance, concurrency=128, batch=64, spread=LENGTHS.spread(2)), abs=0.1
-    )
+    expected = 4 / (2 * (1 + 100 / LENGTHS.mean))
+    assert per_flash(simulated(config, prompt_tokens=100), config) == pytest.approx(expected, rel=0.02)
 
 
 def test_a_small_window_leaves_slots_empty_and_lowers_the_lag():
@@ -301,7 +304,6 @@ def test_measured_groups_are_drawn_whole_and_in_the_course_of_the_run():
     other_size = lengths.draw(random, 50, 8, first=1000)
     assert other_size.shape == (50, 8)
     assert set(other_size.ravel()) == {40, 50, 60}
-    assert lengths.spread(4) == pytest.approx(63 / 52)
     assert lengths.scaled(2.0, 100).draw(random, 1, 4, first=1000).tolist() == [[80, 100, 100, 100]]
     many = Lengths.of_groups([[1, 1], [9, 9]] * 5000)
     assert not many.is_course
