@@ -100,6 +100,10 @@ class EnvironmentFailed(RewardError):
     """An episode has no result: the environment failed, or a conversation could not be turned into tokens."""
 
 
+class EnvironmentNotStarted(EnvironmentFailed):
+    """No process of the environment has started, and the environment itself did not say why."""
+
+
 class EnvironmentTimeout(EnvironmentFailed):
     """The environment took more than environment.call_seconds or environment.episode_seconds."""
 

@@ -12,7 +12,7 @@ from pipelinerl_core.environments.api import MAX_KEY_LETTERS
 from pipelinerl_core.environments.loading import weighted_components
 from pipelinerl_core.environments.running_step import RunningStep, new_descriptor
 from pipelinerl_core.environments.worker import MAX_LINE_BYTES, Prepare
-from pipelinerl_core.errors import EnvironmentFailed, EnvironmentTimeout
+from pipelinerl_core.errors import EnvironmentFailed, EnvironmentNotStarted, EnvironmentTimeout
 from pipelinerl_core.interfaces import EpisodeHost
 from pipelinerl_core.sandbox.child_process import as_line
 from pipelinerl_core.sandbox.supervised import START_SECONDS, Request, SupervisedChild
@@ -77,6 +77,7 @@ class EnvironmentProcess(SupervisedChild[_Episode]):
     MODULE = "pipelinerl_core.environments.worker"
     LINE_BYTES = MAX_LINE_BYTES
     ERROR = EnvironmentFailed
+    NOT_STARTED = EnvironmentNotStarted
     NOUN = "the process"
     LATE = f"the environment was not loaded within {START_SECONDS:g} s"
     CLOSED = "the environment was closed"

@@ -18,6 +18,7 @@ The log holds the tokens, and notes (JSON texts):
 ["turn", 60, 25]             the same, where the given tokens from offset 25 on begin a branch
 ["end", 25, "stop"]          the turn ends before offset 25
 ["once", "weather", "rain", 1]  a value that the environment has recorded after 1 turn; older logs lack the number
+["late", "..."]              the environment took too long: the error beside the reward
 ["turn_rewards", [0.5, 1]]   the parts of the reward that belong to single turns
 ["task", "{...}"]            the environment's task, as in Rollout.task
 ["transcript", "[5]", 2]     the result of an episode that is scored with its group: JSON, and the number of turns
@@ -114,6 +115,8 @@ class Episode:
         self._turn_rewards: tuple[float, ...] = ()
         self.transcript: Transcript | None = None
         """Of an episode that has ended and is scored with its group."""
+        self.late = ""
+        """The error beside the reward of an episode whose environment took too long."""
         self.once: dict[str, Any] = {}
         self.task = ""
         """What the environment says of its task; empty: nothing, the row of the prompt is the task."""
@@ -302,8 +305,11 @@ class Episode:
         """Whether the environment has had a turn of the model since it began to play."""
         return self._asked > 0
 
-    def end(self, played: Played) -> None:
-        """Store the result. Raises EnvironmentFailed if it does not belong to these turns."""
+    def end(self, played: Played, late: str = "") -> None:
+        """Store the result. Raises EnvironmentFailed if it does not belong to these turns.
+
+        late: see `self.late`.
+        """
         if self.transcript is None:
             self._drop_unplayed()
         if not self.loss_mask.any():
@@ -313,6 +319,8 @@ class Episode:
         self._turn_rewards = played.turn_rewards
         if played.turn_rewards:
             self._progress.note(json.dumps(["turn_rewards", played.turn_rewards]))
+        if late:
+            self._progress.note(json.dumps(["late", late]))
         self._progress.finish(self.finish_reason)
         self._progress.score(played.score)
 
@@ -349,6 +357,8 @@ class Episode:
             self.once[values[0]] = values[1]
         elif kind == "task":
             self.task = values[0]
+        elif kind == "late":
+            self.late = values[0]
         elif kind == "turn_rewards":
             self._turn_rewards = tuple(values[0])
         elif kind == "transcript":
@@ -384,11 +394,12 @@ class EpisodePlayer:
 
         async def sample(index: int, request_id: str, sampler: Sampler, progress: Progress) -> Sampled:
             episode = self.episode(progress, request_id=request_id, sampler=sampler)
-            error, is_late = None, False
+            error, is_late, logged = None, False, None
             try:
                 if progress.outcome is None or episode.transcript is not None:
                     await self.play(episode, prompt, sampler.seed, group, index)
                 else:
+                    logged = episode.late or None
                     await group.ended()
             except EngineError as failure:
                 error = f"engine: {failure}"
@@ -396,7 +407,7 @@ class EpisodePlayer:
                 error = f"environment: {failure}"
                 is_late = isinstance(failure, EnvironmentTimeout) and episode.has_turn
             if is_late:
-                episode.end(late)
+                episode.end(late, error or "")
             elif error is not None and not getattr(self._engine, "failure", ""):  # else another actor plays on
                 progress.finish(FinishReason.ABORT)
                 progress.score(None)
@@ -409,7 +420,7 @@ class EpisodePlayer:
                 branch_starts=episode.branch_starts,
                 task=episode.task,
                 finished_at=time.time(),
-                error=error,
+                error=error or logged,
             )
 
         return sample

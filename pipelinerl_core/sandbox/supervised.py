@@ -31,8 +31,12 @@ CLOSE_SECONDS = 1.0
 MAX_RESTARTS = 2
 """Restarts after failed starts, in a row; then all requests fail."""
 BACKOFF_SECONDS = 0.2
-"""Pause after a failed start."""
+"""Pause after a failed start; five times as long after each further one in a row."""
 READ_BYTES = 1 << 16
+
+
+class _Late(Invalid):
+    """The child was not ready in time."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -65,7 +69,9 @@ class SupervisedChild(ABC, Generic[R]):
     NOUN: ClassVar[str]
     """The child, in messages."""
     LATE: ClassVar[str] = ""
-    """Why all requests fail if the child is not ready in time; empty: another child is started."""
+    """Why all requests fail if the first child is not ready in time; empty: another child is started."""
+    NOT_STARTED: ClassVar[type[Exception] | None] = None
+    """Replaces ERROR if no child has started, for reasons that no child has named."""
     CLOSED: ClassVar[str]
     """Why all requests fail since `close`."""
 
@@ -85,6 +91,7 @@ class SupervisedChild(ABC, Generic[R]):
         self._wanted = asyncio.Event()
         self._watch_timer: asyncio.TimerHandle | None = None
         self._restarts = RestartBudget(MAX_RESTARTS, f"at most {MAX_RESTARTS} in a row", clock=time.monotonic)
+        self._was_ready = False  # an earlier child
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
 
@@ -164,25 +171,30 @@ class SupervisedChild(ABC, Generic[R]):
             self._logger.error("%s: %s", self._title, error, exc_info=error)
             self._fail_all(f"{type(error).__name__}: {error}")
 
-    def _fail_all(self, reason: str) -> None:
+    def _fail_all(self, reason: str, error: type[Exception] | None = None) -> None:
         for request in self._requests.values():
-            self._fail(request, reason)
+            self._fail(request, reason, error)
         self._requests.clear()
 
     async def _run_child(self) -> None:
         """Start a child; returns after the child's end, when the requests are decided."""
-        process = await self._start()
-        is_ready, reason = False, ""
+        try:
+            process = await self._start()
+        except OSError as error:  # the host has no memory, processes or space left
+            await self._start_failed(f"{self.NOUN} did not start ({error})")
+            return
+        is_ready, reason, is_final = False, "", False
         try:
             fields = await self._ready_fields(process)
             self._input = process.stdin
             self._on_ready(fields)
             self._flush()  # before the first check of the deadlines
-            is_ready = True
+            is_ready = self._was_ready = True
             self._watch(process)
             await self._read(process)
         except (Invalid, ValueError, RecursionError) as error:
             reason = self._readable(str(error))
+            is_final = not isinstance(error, _Late)
             if is_ready:
                 process.kill()
         finally:
@@ -191,7 +203,8 @@ class SupervisedChild(ABC, Generic[R]):
             self._restarts.reset()
             await self._on_death(process.returncode, reason)
         else:
-            await self._start_failed(process.returncode, reason)
+            text = reason or f"{self.NOUN} did not start (exit code {process.returncode})"
+            await self._start_failed(text, is_final=is_final and bool(reason))
 
     async def _start(self) -> asyncio.subprocess.Process:
         descriptors = self._new_descriptors()
@@ -209,7 +222,8 @@ class SupervisedChild(ABC, Generic[R]):
                 os.close(descriptor)
 
     async def _ready_fields(self, process: asyncio.subprocess.Process) -> Mapping[Any, Any]:
-        """Wait for the ready line. Raises Invalid; with a text if the next child would fail in the same way."""
+        """Wait for the ready line. Raises Invalid, with a text if the next child would fail in the same way, or
+        _Late."""
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(as_line(self._prepare))
@@ -217,9 +231,7 @@ class SupervisedChild(ABC, Generic[R]):
             async with asyncio.timeout(START_SECONDS):
                 first = json.loads(await process.stdout.readline())
         except TimeoutError:
-            if not self.LATE:
-                self._logger.error("%s: the child was not ready within %s s", self._title, START_SECONDS)
-            raise Invalid(self.LATE) from None
+            raise _Late(self.LATE or f"the child was not ready within {START_SECONDS:g} s") from None
         except (ValueError, RecursionError):  # the child has ended, or its line is too long or not JSON
             raise Invalid from None
         match first:
@@ -268,13 +280,14 @@ class SupervisedChild(ABC, Generic[R]):
         transport: asyncio.SubprocessTransport = process._transport  # type: ignore[attr-defined]
         transport.close()
 
-    async def _start_failed(self, exit_code: int | None, reason: str) -> None:
-        """Fail all requests if the next child would fail in the same way, or if too many starts have failed."""
-        text = reason or f"{self.NOUN} did not start (exit code {exit_code})"
+    async def _start_failed(self, text: str, *, is_final: bool = False) -> None:
+        """Fail all requests if too many starts have failed. is_final: the next child would fail in the same way."""
         self._logger.error("%s: %s", self._title, text)
-        if reason:
+        if is_final:
             self._fail_all(text)
+        elif text == self.LATE and not self._was_ready:  # a slow start takes a minute, and would take it again
+            self._fail_all(text, self.NOT_STARTED)
         elif not self._restarts.take():
-            self._fail_all(f"{text}, {self._restarts.spent_text}")
+            self._fail_all(f"{text}, {self._restarts.spent_text}", self.NOT_STARTED)
             self._restarts.reset()
-        await asyncio.sleep(BACKOFF_SECONDS)
+        await asyncio.sleep(BACKOFF_SECONDS * 5**self._restarts.count)

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from pipelinerl_core.config import as_toml
 from pipelinerl_core.errors import ConfigError
@@ -41,8 +40,11 @@ def start_from(
         partial = directory / f"partial-{os.getpid()}"
         try:
             export(url, partial, str(step))
-            with suppress(FileExistsError):  # another command has exported the version meanwhile
+            try:
                 partial.rename(directory / "model")
+            except OSError:
+                if not (directory / "model").exists():  # else another command has exported the version meanwhile
+                    raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     if not source:

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from pipelinerl_core.run.local_files import parent_of
 from pipelinerl_core.run.records import RUN_KEY
 from pipelinerl_core.storage.digests import digest
 from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.tools.export import export
 from pipelinerl_core.tools.start_from import start_from
 from tests.models import file_of
 
@@ -79,6 +81,15 @@ def test_another_run_starts_from_the_weights_and_the_configuration(shown, monkey
     again = start_from(run.url, "quickstart", [], "", said.append)
     assert again == ("quickstart", (f"model.path={config.model.path}",))
     assert (Path(config.model.path) / "model.safetensors").stat().st_mtime_ns == before
+    shutil.rmtree(config.model.path)
+
+    def another_export(url: str, partial: Path, version: str) -> None:
+        export(url, partial, version)
+        shutil.copytree(partial, config.model.path)
+
+    monkeypatch.setattr("pipelinerl_core.tools.start_from.export", another_export)
+    assert start_from(run.url, "quickstart", [], "", said.append) == again
+    assert [path.name for path in exported.iterdir() if path.is_dir()] == ["model"]
     with pytest.raises(ConfigError, match="--version 13: no such step"):
         start_from(f"{run.url}@13", "", [], "", said.append)
 

@@ -5,6 +5,7 @@ engine core is started again with the last good version, and the sequences retur
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -16,6 +17,8 @@ from pipelinerl_core.engine.vllm.weights import StagedWeights
 from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import BroadcastGroup, WeightUpdate
 from pipelinerl_core.restart_budget import RestartBudget
+
+logger = logging.getLogger(__name__)
 
 # With more restarts within the window the engine gives up.
 _RESTARTS = 3
@@ -108,6 +111,8 @@ class CoreKeeper:
         path = None if update.group else await asyncio.to_thread(self._staged.stage, update)
         if self._restart_task is not None:
             await self._restart_task
+        if self._has_failed:
+            raise SwapError(f"no swap to version {update.version}: vLLM has ended")
         self._closed_for.add("swap")
         try:
             async with self._lock:
@@ -242,6 +247,7 @@ class CoreKeeper:
 
     def _fail(self, message: str) -> None:
         self._has_failed = True
+        logger.error("%s", message)
         self._on_failure(message)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from pipelinerl_core.errors import EngineError, MissingObject
+from pipelinerl_core.errors import EngineError, MissingObject, StoreError
 from pipelinerl_core.interfaces import BroadcastReceiver, ObjectStore, WeightUpdate
 from pipelinerl_core.types import WeightManifest
 from pipelinerl_core.weights.broadcast import read_group
@@ -66,3 +66,6 @@ class BroadcastSubscriber:
                 logger.info("joining broadcast group %d", number)
         except (EngineError, MissingObject) as error:
             logger.warning("broadcast group %d not joined: %s", number, error)
+        except StoreError as error:
+            logger.warning("broadcast group %d not joined, the next call tries again: %s", number, error)
+            self._tried = 0

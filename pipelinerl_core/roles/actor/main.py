@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from pipelinerl_core.config.mixture import naming
 from pipelinerl_core.data.segments import SegmentWriter
-from pipelinerl_core.errors import ConfigError, EnvironmentFailed
+from pipelinerl_core.errors import ConfigError, EnvironmentFailed, EnvironmentNotStarted
 from pipelinerl_core.host import own_cores
 from pipelinerl_core.interfaces import BroadcastReceiver, Engine, ObjectStore
 from pipelinerl_core.messages import Register
@@ -114,7 +114,8 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event, monit
 
 
 async def _open_task(context: RunContext, part: str, monitor: RoleMonitor) -> Task:
-    """The task of a part; its environments are loaded. Raises ConfigError."""
+    """The task of a part; its environments are loaded. Raises ConfigError, and EnvironmentNotStarted, after which
+    another start may succeed."""
 
     def count_lost(cause: str) -> None:
         monitor.metrics.add("actor_lost_scorings_total", label=cause)
@@ -126,7 +127,7 @@ async def _open_task(context: RunContext, part: str, monitor: RoleMonitor) -> Ta
                 await task.environments.check()
             except EnvironmentFailed as error:
                 await task.close()
-                raise ConfigError(str(error)) from None
+                raise error if isinstance(error, EnvironmentNotStarted) else ConfigError(str(error)) from None
         return task
 
 

@@ -90,10 +90,11 @@ class RankedLearner:
         return metrics
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
+        if not self._local.is_sharded:  # rank 0 alone, beside the heartbeats for the other ranks
+            return self._local.logprobs_of(rollouts)
         with self._channel.command("scoring of rollouts"):
-            if self._local.is_sharded:
-                data = to_message(encode_rollouts("", rollouts))
-                self._channel.send("score", payloads=[({}, data)] * (self._channel.size - 1))
+            data = to_message(encode_rollouts("", rollouts))
+            self._channel.send("score", payloads=[({}, data)] * (self._channel.size - 1))
             return self._local.logprobs_of(rollouts)
 
     @property
@@ -104,19 +105,20 @@ class RankedLearner:
         return self._local.layout()
 
     def weights(self, targets: Mapping[str, Tensor]) -> None:
+        if not self._local.is_sharded:
+            return self._local.weights(targets)
         with self._channel.command("gathering of weights"):
-            if self._local.is_sharded:
-                self._channel.send("weights")
+            self._channel.send("weights")
             self._local.weights(targets)
 
     def state(self) -> LiveState:
         """The state of rank 0; the other ranks begin to write theirs."""
-        prefix = checkpoint_prefix(self.version, self._epoch)
+        if not self._local.is_sharded:
+            return self._local.state()
         with self._channel.command("state of the ranks"):
-            if self._local.is_sharded:
-                self._channel.send("state", prefix=prefix)
+            self._channel.send("state", prefix=checkpoint_prefix(self.version, self._epoch))
             state = self._local.state()
-        if self._local.is_sharded and self._files is not None:
+        if self._files is not None:
             state.written_elsewhere = self._files.wait
         return state
 

@@ -505,7 +505,7 @@ def test_an_episode_whose_environment_hangs_has_the_reward_for_that_and_counts_a
     if is_repeated:  # the log has three turns of each episode
         rows = play_group(Environments(), settings)[1]
         restored = join_rows([replace(row, outcome=None, reward=None, reward_components=()) for row in rows])
-    rollouts, *_ = play_group(Hanging(turns), settings, restored=restored)
+    rollouts, rows, _ = play_group(Hanging(turns), settings, restored=restored)
     assert [(rollout.reward, rollout.error) for rollout in rollouts] == [(reward, "environment: too long")] * 2
     assert {rollout.outcome for rollout in rollouts} == {Outcome.ERROR if reward is None else Outcome.SCORED}
     num_kept = turns or 3 * is_repeated  # an error is not trained
@@ -516,6 +516,9 @@ def test_an_episode_whose_environment_hangs_has_the_reward_for_that_and_counts_a
         budget.add(rollouts)
     assert budget.is_spent
     assert budget.first_error == "environment: too long"
+    if reward is not None:  # the next holder of the group reads reward and error from the log
+        again, *_ = play_group(Environments(), settings, restored=join_rows(rows))
+        assert [(rollout.reward, rollout.error) for rollout in again] == [(reward, "environment: too long")] * 2
 
 
 def test_rewards_of_turns_are_in_the_row_and_in_the_log():

@@ -1,9 +1,11 @@
 """A supervised child: a late start, a failure of the supervision, long lines."""
 
 import asyncio
+import errno
 import json
 import sys
 
+import psutil
 import pytest
 
 from pipelinerl_core.sandbox import supervised
@@ -35,6 +37,7 @@ class Repeating(SupervisedChild[Request]):
         super().__init__("repeating", {"memory_bytes": 1 << 30, "seconds": seconds}, ())
         self.lengths = {}
         self.num_starts = 0
+        self.has_died = asyncio.Event()
 
     def ask(self, length):
         self.lengths[self._next_id] = length
@@ -59,7 +62,9 @@ class Repeating(SupervisedChild[Request]):
         return 60.0
 
     async def _on_death(self, exit_code, bad_line):
-        self._fail(self._requests.pop(next(iter(self._requests))), f"{bad_line} ({exit_code})")
+        self.has_died.set()
+        if self._requests:
+            self._fail(self._requests.pop(next(iter(self._requests))), f"{bad_line} ({exit_code})")
 
 
 @pytest.fixture
@@ -88,18 +93,21 @@ async def error_of(child):
 @pytest.mark.parametrize(
     ("reason", "error"),
     [
-        ("", ("repeating: the process did not start (exit code -9), after 2 restarts (at most 2 in a row)", 3)),
+        ("", ("repeating: the child was not ready within 0.1 s, after 2 restarts (at most 2 in a row)", 3)),
         ("it was late", ("repeating: it was late", 1)),
     ],
 )
 def test_a_late_child_is_started_again_unless_the_next_would_be_late_too(child_module, monkeypatch, reason, error):
-    for name in ("START_SECONDS", "CLOSE_SECONDS", "BACKOFF_SECONDS"):
+    for name in ("START_SECONDS", "CLOSE_SECONDS"):
         monkeypatch.setattr(supervised, name, 0.1)
+    monkeypatch.setattr(supervised, "BACKOFF_SECONDS", 0.001)
     monkeypatch.setattr(Repeating, "LATE", reason)
     assert run(error_of, seconds=60) == error
 
 
-def test_requests_after_a_failure_of_the_supervision_start_a_child(child_module, monkeypatch):
+def test_requests_after_starts_that_the_host_refused_start_a_child(child_module, monkeypatch):
+    monkeypatch.setattr(supervised, "BACKOFF_SECONDS", 0.001)
+
     async def work(child):
         with monkeypatch.context() as patched:
             patched.setattr(sys, "executable", "/no/such/program")
@@ -107,8 +115,40 @@ def test_requests_after_a_failure_of_the_supervision_start_a_child(child_module,
         return error, await child.ask(7)
 
     error, length = run(work)
-    assert error.startswith("repeating: FileNotFoundError: ")
+    assert "did not start ([Errno 2] No such file or directory: '/no/such/program'), after 2 restarts" in error
     assert length == 7
+
+
+def refused_once(monkeypatch):
+    """The next start of a process fails once, as without memory."""
+    real = asyncio.create_subprocess_exec
+
+    async def start(*arguments, **options):
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", real)
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+
+
+@pytest.mark.parametrize("cause", ["refused", "late"])
+def test_a_child_that_cannot_be_replaced_at_once_is_replaced_later(child_module, monkeypatch, cause):
+    monkeypatch.setattr(Repeating, "LATE", "it was late")
+    monkeypatch.setattr(supervised, "BACKOFF_SECONDS", 0.05)
+
+    async def work(child):
+        assert await child.ask(1) == 1
+        psutil.Process().children()[-1].kill()
+        await child.has_died.wait()
+        if cause == "refused":
+            refused_once(monkeypatch)
+            return await child.ask(7)
+        with monkeypatch.context() as patched:
+            patched.setattr(supervised, "START_SECONDS", 0.001)
+            asked = child.ask(7)
+            await asyncio.sleep(0.1)
+        return await asked
+
+    assert run(work) == 7
 
 
 def test_long_lines_arrive_whole_and_a_line_beyond_the_limit_kills_the_child(child_module):

@@ -6,8 +6,9 @@ from dataclasses import asdict, replace
 import pytest
 from pydantic import TypeAdapter
 
-from pipelinerl_core.errors import EngineError
+from pipelinerl_core.errors import EngineError, StoreUnavailable
 from pipelinerl_core.interfaces import BroadcastReceiver
+from pipelinerl_core.roles.actor import broadcast_subscriber
 from pipelinerl_core.roles.actor.broadcast_subscriber import BroadcastSubscriber
 from pipelinerl_core.types import WeightManifest
 from pipelinerl_core.weights.broadcast import WeightBroadcaster, read_group
@@ -69,6 +70,18 @@ def test_a_group_without_this_actor_is_not_joined(store, group):
     receiver = Receiver()
     attend(receiver, store, [replace(MANIFEST, group=group.number)], name="actor-7")
     assert receiver.joined == []
+
+
+def test_a_group_is_tried_again_after_an_outage_of_the_store(store, group, caplog, monkeypatch):
+    def unavailable(*_):
+        monkeypatch.undo()
+        raise StoreUnavailable("503")
+
+    monkeypatch.setattr(broadcast_subscriber, "read_group", unavailable)
+    receiver = Receiver()
+    attend(receiver, store, [replace(MANIFEST, group=group.number)] * 2)
+    assert receiver.joined == [(group.number, 3)]
+    assert caplog.text.count("tries again: 503") == 1
 
 
 @pytest.mark.parametrize("number", [None, 77])
