@@ -17,15 +17,14 @@ import torch
 
 from pipelinerl_core.data.codec import decode_batch
 from pipelinerl_core.data.trained import TrainedRows
-from pipelinerl_core.errors import ConfigError, MissingObject, StoreUnavailable
+from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.messages import Committed, Reserve
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.trainer.learners import build_alone
 from pipelinerl_core.roles.trainer.main import Trainer
 from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.context import open_run
-from pipelinerl_core.run.history import accept_lost_commits, counted_commit_keys, read_commit, read_epochs, take_over
-from pipelinerl_core.run.records import commit_key
+from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs, take_over
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tools import replay_child
 from pipelinerl_core.tools.gradient import gradient_norms
@@ -189,34 +188,6 @@ def test_a_crash_after_each_single_write_changes_nothing(clean, tmp_path, monkey
     epochs = [record for record in read_epochs(open_store(crashed)) if record.role == "trainer"]
     assert len(epochs) == len(CRASHES) + 1
     check_replays(crashed)
-
-
-@pytest.mark.campaign  # tests/unit/run/test_missing_commits.py, tests/unit/tools/test_replay.py
-def test_a_run_with_a_gap_in_its_commits_goes_on_as_its_error_says(tmp_path, monkeypatch):
-    monkeypatch.setenv("PIPELINERL_TOKEN", TOKEN)
-    url, log, stop = str(tmp_path / "order-gap"), tmp_path / "gap.log", threading.Event()
-    make_run(url, *OVERRIDES, "checkpoint.every_seconds=3600")
-    store = open_store(url)
-    try:
-        with role("hub", url, log) as hub, role("actor", url, log, "--name", "actor-0"):
-            with pytest.raises(Crash):
-                train(url, Fate(r"commits/00000005\.\d+\.json", 5), stop)
-            hub.terminate()
-            hub.wait(60)
-        store.delete([commit_key(4, epoch) for epoch in range(10)])  # as when its write failed, and the next did not
-        with pytest.raises(MissingObject, match=r"step 4 has no commit, and step 5 has one\. .*accept-loss"):
-            list(replay_run(url, None, None))
-        with pytest.raises(StoreUnavailable, match=r"no commit of step 4, but step 5 was committed\..*accept-loss"):
-            train(url, Fate(None), stop)
-        assert accept_lost_commits(store, is_final=True)["step"] == 3
-        with role("hub", url, log), role("actor", url, log, "--name", "actor-1") as actor:
-            train(url, Fate(None), stop)
-            assert actor.wait(timeout=60) == 0
-    finally:
-        stop.set()
-        shutil.rmtree(shm_directory(Path(url).name), ignore_errors=True)
-    assert sorted(commits_of(url)) == list(range(STEPS + 1))
-    assert_closes(url)
 
 
 def check_replays(url):

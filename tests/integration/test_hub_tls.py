@@ -16,7 +16,7 @@ from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.run.records import HubRecord
 from pipelinerl_core.storage.object_store import open_store
 from tests.builders import sync_message
-from tests.integration.pipeline import TOKEN, assert_closes, committed_steps, make_run, role, trained_groups
+from tests.integration.pipeline import TOKEN, make_run, role
 from tests.rollout_rows import build_group, group_ref
 from tests.stream_hub import QueueHub
 from tests.waiting import wait_for
@@ -125,21 +125,3 @@ def test_an_actor_goes_on_when_the_hub_comes_back_at_the_same_address_with_anoth
 
 def sync(boot_id: str) -> Sync:
     return sync_message(boot_id=boot_id)
-
-
-@pytest.mark.slow
-@pytest.mark.campaign  # the actor above reconnects over TLS; test_hub_process.py kills the hub of a run
-@pytest.mark.timeout(600)
-def test_a_run_over_tls_survives_its_hub(tmp_path, prepared_model):
-    url, log = f"file://{tmp_path}/run", tmp_path / "roles.log"
-    make_run(url, "placement.hub_tls=true", "trainer.steps=8", "trainer.groups_per_step=8", "eval.num_prompts=0")
-    with role("trainer", url, log) as trainer, role("actor", url, log) as actor:
-        with role("hub", url, log) as hub:
-            wait_for(lambda: committed_steps(url) >= 3, "step 3", seconds=180)
-            hub.kill()
-        with role("hub", url, log):
-            assert trainer.wait(timeout=240) == 0, log.read_text()[-3000:]
-            assert actor.wait(timeout=60) == 0
-    groups = trained_groups(url)
-    assert len(groups) == len(set(groups)) == 64
-    assert_closes(url)
