@@ -134,9 +134,10 @@ class PartialLog:
 class PartialReader:
     """Reads the logs of the previous holders of a group, each segment once. Thread-safe."""
 
-    def __init__(self, store: ObjectStore, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, store: ObjectStore, *, clock: Callable[[], float] | None = None) -> None:
+        """clock: replaces time.monotonic in tests."""
         self._store = store
-        self._clock = clock
+        self._clock = clock or time.monotonic
         self._lock = threading.Lock()
         self._logs: OrderedDict[tuple[str, int], _InheritedLog] = OrderedDict()
 

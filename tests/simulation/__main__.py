@@ -4,19 +4,26 @@
 """
 
 import argparse
-import gc
 import logging
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
 from multiprocessing import get_context
 
-from tests.simulation.run import errors_of, quiet, simulate
+from tests.simulation.preemption import install
 
 _AT_ONCE = 64
+_ENOUGH = 300
+"""Of so many runs, some have done each of REACHED."""
+REACHED = (
+    "a token is masked", "an actor continued tokens of another",
+    "an evaluation between the first and the last version",
+    *(f"a group is {fate}" for fate in ("trained", "failed", "filtered", "dropped_stale", "quarantined")),
+)  # fmt: skip
 
 
 def main() -> int:
@@ -33,6 +40,9 @@ def main() -> int:
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets must be the same in every process
         os.execve(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]],
                   {**os.environ, "PYTHONHASHSEED": "0"})  # fmt: skip
+    install()
+    from tests.simulation.run import quiet, simulate
+
     logging.disable(logging.CRITICAL)
     if chosen.seed is not None:
         kept = shrunk(chosen.seed, chosen.steps, chosen.faults) if chosen.shrink else None
@@ -42,9 +52,11 @@ def main() -> int:
         sys.stdout.write("\n".join([*run.trace, *run.errors, ""]))
         return 1 if run.errors else 0
     begun, num_runs, bad = time.monotonic(), 0, []
+    reached: Counter[str] = Counter()
     seeds = range(chosen.first, chosen.first + chosen.seeds)
-    for seed, errors in results(seeds, chosen.steps, chosen.faults, chosen.jobs):
+    for seed, errors, done in results(seeds, chosen.steps, chosen.faults, chosen.jobs):
         num_runs += 1
+        reached += done
         if errors:
             bad.append(seed)
             sys.stdout.write(f"seed {seed}: {errors[0].strip().splitlines()[-1]}\n")
@@ -56,31 +68,37 @@ def main() -> int:
     seconds = time.monotonic() - begun
     counts = f"{num_runs} runs, {num_runs * chosen.faults} faults, {len(bad)} failed {bad[:20]}"
     sys.stdout.write(f"{counts}, {seconds:.0f} s\n")
+    if num_runs >= _ENOUGH and (never := [what for what in REACHED if not reached[what]]):
+        sys.stdout.write(f"never: {'; '.join(never)}\n")
+        return 1
     return 1 if bad else 0
 
 
-def results(seeds: Sequence[int], steps: int, num_faults: int, jobs: int) -> Iterator[tuple[int, list[str]]]:
-    """(seed, what is wrong with its run), in order; a process serves a limited number of runs."""
+def results(
+    seeds: Sequence[int], steps: int, num_faults: int, jobs: int
+) -> Iterator[tuple[int, list[str], "Counter[str]"]]:
+    """(seed, what is wrong with its run, what it has done), in order; a process serves a limited number of runs."""
+    from tests.simulation.run import outcome_of
+
     if not jobs:
-        yield from ((seed, errors_of(seed, steps, num_faults)) for seed in seeds)
+        yield from ((seed, *outcome_of(seed, steps, num_faults)) for seed in seeds)
         return
-    pool = ProcessPoolExecutor(  # gc.freeze: a full collection need not visit the objects of imported modules
-        jobs, mp_context=get_context("spawn"), max_tasks_per_child=500, initializer=gc.freeze
-    )
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=500, initializer=install)
     with pool:
         left = iter(seeds)
-        begun = [(seed, pool.submit(errors_of, seed, steps, num_faults)) for seed in islice(left, _AT_ONCE)]
+        begun = [(seed, pool.submit(outcome_of, seed, steps, num_faults)) for seed in islice(left, _AT_ONCE)]
         try:
             while begun:
                 seed, future = begun.pop(0)
-                yield seed, future.result()
-                begun += [(seed, pool.submit(errors_of, seed, steps, num_faults)) for seed in islice(left, 1)]
+                yield seed, *future.result()
+                begun += [(seed, pool.submit(outcome_of, seed, steps, num_faults)) for seed in islice(left, 1)]
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 def shrunk(seed: int, steps: int, num_faults: int) -> list[int]:
     """Indices of few faults with which a run still fails; all faults if it does not fail."""
+    from tests.simulation.run import quiet, simulate
 
     def fails(kept: Sequence[int]) -> bool:
         with quiet():

@@ -105,7 +105,7 @@ def engine(run: "Simulation", rng: random.Random) -> str:
 
 def foreign_engine(run: "Simulation", rng: random.Random) -> str:
     """The first of several actors samples with other weights than its versions'; the trainer may expel it."""
-    if run.settings.num_actors == 1 or not run.config.trainer.rescore_share:
+    if run.gone or run.settings.num_actors == 1 or not run.config.trainer.rescore_share:
         return "nothing"
     run.processes["actor-0"].engine_is_foreign = run.has_foreign_engine = True
     return "actor-0"
@@ -176,9 +176,9 @@ def messages_lost(run: "Simulation", rng: random.Random) -> str:
 
 def connections_lost(run: "Simulation", rng: random.Random) -> str:
     for server in NETWORK.servers.values():
-        for client in list(server.clients):
+        for exchange in list(server.exchanges):
             if rng.random() < 0.5:
-                client.lost("the network")
+                exchange.cut("the network")
     return ""
 
 
@@ -209,17 +209,66 @@ def collect_garbage(run: "Simulation", rng: random.Random) -> str:
     return "--rollouts" if with_rollouts else ""
 
 
+def cut_off(run: "Simulation", rng: random.Random) -> str:
+    """No message between a role and the others arrives, but the store answers."""
+    name, seconds = rng.choice(run.names), rng.choice([3.0, 12.0, 12.0, 30.0, 70.0])
+    run.processes[name].cut_off_until = run.world.now + seconds
+    return f"{name} for {seconds} s"
+
+
+def store_fails_for(run: "Simulation", rng: random.Random) -> str:
+    """The store answers all roles but one."""
+    name, seconds = rng.choice(run.names), rng.choice([0.5, 3.0, 12.0, 30.0])
+    run.processes[name].store_fails_until = run.world.now + seconds
+    return f"{name} for {seconds} s"
+
+
+def terminate(run: "Simulation", rng: random.Random) -> str:
+    """SIGTERM, then SIGKILL."""
+    own = run.processes[rng.choice(run.names)]
+    own.stop.set()
+    run.world.at(run.world.now + rng.choice([1.0, 5.0]), own.kill)
+    return own.name
+
+
+def hang(run: "Simulation", rng: random.Random) -> str:
+    """A request to the store takes long."""
+    own = run.processes[rng.choice(run.names)]
+    own.stall = rng.randrange(12), rng.choice([5.0, 15.0, 45.0])
+    return f"{own.name} {own.stall}"
+
+
+def late_writes(run: "Simulation", rng: random.Random) -> str:
+    """Objects arrive after their writer has given up, or has ended."""
+    seconds = rng.choice([0.5, 3.0, 10.0])
+    run.disk.late_until = run.world.now + seconds
+    return f"for {seconds} s"
+
+
+def leave(run: "Simulation", rng: random.Random) -> str:
+    """The machine of one of several actors is gone for good."""
+    name = f"actor-{run.settings.num_actors - 1}"
+    if run.settings.num_actors == 1 or run.has_foreign_engine:  # of two actors, the first may be expelled
+        return "nothing"
+    run.gone.add(name)
+    run.processes[name].kill()
+    return name
+
+
 FAULTS: dict[str, Callable[["Simulation", random.Random], str]] = {
     "kill": kill, "kill after a change": kill_after_change, "pause": pause, "second process": second,
     "store fails": store_fails, "store full": store_full, "store slow": store_slow, "wrong listing": wrong_listing,
     "takeover": takeover, "damaged object": damage, "engine": engine, "foreign engine": foreign_engine,
     "commits lost": commits_lost, "messages lost": messages_lost,
     "connections lost": connections_lost, "clock set": clock_set, "drain": drain, "gc": collect_garbage,
+    "cut off": cut_off, "store fails for one": store_fails_for, "terminate": terminate, "hang": hang,
+    "late writes": late_writes, "leaves for good": leave,
 }  # fmt: skip
 WEIGHTS = {"kill": 5, "kill after a change": 5, "pause": 2, "second process": 3, "store fails": 6,
            "store full": 1, "store slow": 2, "wrong listing": 3, "takeover": 4, "damaged object": 2,
            "messages lost": 2, "connections lost": 2, "clock set": 1, "drain": 1, "gc": 1, "engine": 2,
-           "foreign engine": 1, "commits lost": 1}  # fmt: skip
+           "foreign engine": 1, "commits lost": 1, "cut off": 3, "store fails for one": 3, "terminate": 3, "hang": 3,
+           "late writes": 2, "leaves for good": 1}  # fmt: skip
 
 
 def plan(seed: int, number: int, steps: int, until: float) -> list[Fault]:

@@ -86,6 +86,44 @@ DEFECTS: dict[str, tuple[Edit, ...]] = {
              "        self._announce(commit, is_last=is_last)\n"
              "        write_commit(self._store, self._epoch, commit)\n"),
     ),
+    "tokens are recorded with the last version of their rollout": (
+        Edit("rollouts/runner.py", "            weight_spans=completion.weight_spans,\n",
+             "            weight_spans=tuple(span._replace(version=completion.weight_spans[-1].version)"
+             " for span in completion.weight_spans),\n"),
+    ),
+    "a group with one stale token is dropped although its tokens are masked": (
+        Edit("ledger/order.py", '    if stale == "drop" and any(', "    if any("),
+    ),
+    "the filter takes groups of different rewards": (
+        Edit("ledger/order.py", "    return config.rollouts.filter_zero_variance and len(set(summary.rewards)) == 1",
+             "    return config.rollouts.filter_zero_variance and summary.ref.group_id % 3 == 0"),
+    ),
+    "rollouts are not continued": (
+        Edit("roles/actor/log.py", "        if not lease.holders:", "        if True:"),
+    ),
+    "no version between the first and the last is evaluated": (
+        Edit("run/evaluations.py", "    return max((step for step in committed if step > newest and config.evaluates(step)),"
+             " default=None)\n", "    return None\n"),
+        Edit("tests/simulation/run.py", '"on": other.choice(["own", "actors"])', '"on": "own"'),
+    ),
+    "rows of several groups of a write are those of the first": (
+        Edit("roles/hub/arrivals.py", "            start += ref.num_rollouts\n", ""),
+    ),
+    "weights.keep is ignored": (
+        Edit("run/versions.py", "    return {*ends, *versions[-keep:], *kept[-keep:], *due[-_KEPT_DUE:]}\n",
+             "    return {*ends, *versions[-1:]}\n"),
+    ),
+    "leases never expire": (
+        Edit("ledger/leases.py", "        if now <= self._none_late_until:\n", "        if True:\n"),
+    ),
+    "arrivals do not take the lock of the hub": (
+        Edit("roles/hub/arrivals.py", "        with self._changed:\n            actor = self._state", "        if True:\n"
+             "            actor = self._state"),
+    ),
+    "the memory of the hub has no bound": (
+        Edit("roles/hub/rows.py", "        while self._sealed and (", "        while False and ("),
+        Edit("roles/hub/rows.py", "        return (self._budget_bytes - self.used_bytes) / min(", "        return 1e9 / min("),
+    ),
     "a commit does not tell the hub the tokens of its groups (seed 22)": (
         Edit("ledger/ledger.py", "            pool.decide_by_commit(record, step)\n        recorded",
              "            pool.decide_by_commit(record.model_copy(update={'num_tokens': 0}), step)\n"

@@ -1,167 +1,180 @@
-"""Connections between roles and the hub: what HubServer and HubClient do, without Arrow Flight."""
+"""The exchanges between roles and the hub, in place of Arrow Flight: channel/ is otherwise as it is."""
 
-import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
-from pipelinerl_core.channel.refusals import code_of, error_of
-from pipelinerl_core.errors import HubUnavailable, PipelineRLError
-from pipelinerl_core.messages import Bye, Refused, Reserve, Reserved, Rows, RowsHeader
+import pyarrow as pa
+
+from pipelinerl_core.channel.admission import introduction
+from pipelinerl_core.channel.client import HubClient
+from pipelinerl_core.channel.dispatcher import Dispatcher
+from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
+from pipelinerl_core.errors import HubUnavailable
 from tests.simulation.oracle import check_ledger
 from tests.simulation.primitives import Event, process, world
+from tests.simulation.world import Process, World
 
 
 class Network:
     """Servers by URL."""
 
     def __init__(self) -> None:
-        self.servers: dict[str, SimulatedServer] = {}
+        self.servers: dict[str, SimulatedFlight] = {}
         self.loses = 0.0
         """Share of the messages that are lost."""
-        self.numbers = itertools.count(1)
+        self.ports = itertools.count(1)
+
+    def drops(self, direction: str) -> bool:
+        """Whether the next message is lost."""
+        return self.loses > 0 and world().rng.random() < self.loses
 
 
 NETWORK = Network()
 
 
-class SimulatedServer:
-    """HubServer."""
-
-    def __init__(self, service: Any, *, host: str, port: int, token: str, credentials: Any) -> None:
-        self.service, self._process = service, process()
-        self.url = f"grpc://10.0.0.1:{next(NETWORK.numbers)}"
-        self.is_open = False
-        NETWORK.servers[self.url] = self
-        self.clients: list[SimulatedClient] = []
-        self._process.on_end.append(lambda _: self.cut())
-
-    def start(self) -> None:
-        self.is_open = True
-
-    def cut(self) -> None:
-        """All connections are lost."""
-        self.is_open = False
-        for client in list(self.clients):
-            client.lost("the hub has ended")
-
-    def shutdown(self, seconds: float) -> bool:
-        self.cut()
-        return True
+def hub_client(url: str, **options: Any) -> HubClient:
+    """HubClient on a network that loses messages."""
+    return HubClient(url, **{**options, "faults": NETWORK.drops})
 
 
-class SimulatedClient:
-    """HubClient: each request is repeated until it is answered."""
+class Pipe:
+    """One direction of an exchange: messages in their order, each after a short time."""
 
-    def __init__(self, url: str, *, token: str, role: str, name: str, on_sync_now: Callable[[], None],
-                 retry_seconds: float = 2.0, deadline_seconds: float = 60.0, **_: Any) -> None:  # fmt: skip
-        self.url, self._deadline, self._retry = url, deadline_seconds, retry_seconds
-        self._on_sync_now = on_sync_now
-        self._process = process()
-        self._ids = itertools.count(1)
-        self._calls: list[Event] = []
-        self.is_connected = False
+    def __init__(self, exchange: "Exchange") -> None:
+        self._exchange = exchange
+        self._messages: deque[tuple[bytes, pa.RecordBatch | None]] = deque()
+        self._changed = Event()
+        self._is_done = False
+
+    def write_metadata(self, metadata: bytes) -> None:
+        self._write(metadata, None)
+
+    def write_with_metadata(self, rows: pa.RecordBatch, metadata: bytes) -> None:
+        self._write(metadata, rows)
+
+    def _write(self, metadata: bytes, rows: pa.RecordBatch | None) -> None:
+        self._exchange.check()
         world().sleep(world().rng.random() * 0.002)
-        server = NETWORK.servers.get(url)
-        if server is None or not server.is_open or not server._process.is_alive:
-            raise HubUnavailable(f"{url} does not answer")
-        self._server = server
-        self._peer = f"{role}/{name}#{next(NETWORK.numbers)}"
-        self.is_connected = True
-        server.clients.append(self)
-        self._process.on_end.append(lambda _: self._vanish())
-        self._queue: deque[Callable[[], None]] = deque()
-        self._arrived = Event()
-        world().spawn(server._process, self._serve_all)
+        self._exchange.check()
+        self._messages.append((metadata, rows))
+        self._changed.set()
 
-    def _serve_all(self) -> None:
-        """The exchange with this peer, in the hub's process: one message after the other."""
-        service = self._server.service
-        service.connected(self._peer, self._sync_now)
-        while self.is_connected:
-            self._arrived.wait()
-            self._arrived.clear()
-            while self._queue:
-                self._queue.popleft()()
-        service.disconnected(self._peer)
+    def done_writing(self) -> None:
+        self._is_done = True
+        self._changed.set()
 
-    def _sync_now(self) -> None:
-        if self.is_connected:
-            world().spawn(self._process, self._on_sync_now)
+    def read(self) -> tuple[bytes, pa.RecordBatch | None]:
+        """The next message. Raises StopIteration after the last, and OSError if the exchange is lost."""
+        while True:
+            self._exchange.check()
+            if (seconds := self._exchange.seconds_apart) > 0:
+                world().sleep(seconds)
+            elif self._messages:
+                return self._messages.popleft()
+            elif self._is_done:
+                raise StopIteration
+            else:
+                self._changed.wait()
+                self._changed.clear()
 
-    def lost(self, reason: str) -> None:
-        """The connection is lost."""
-        self.is_connected = False
-        if self in self._server.clients:
-            self._server.clients.remove(self)
-        for call in self._calls:
-            call.set()
-        self._arrived.set()
+    def wake(self) -> None:
+        """Let the reader see that the exchange is lost."""
+        self._changed.set()
 
-    def _vanish(self) -> None:
-        if self.is_connected:
-            self.lost("the peer has ended")
 
-    def request(self, message: Any, rows: Any = None, *, timeout: float | None = None) -> Any:
-        return self.request_all([(message, rows)], timeout=timeout)[0]
+class Exchange:
+    """A connection of two processes; lost if either ends. Also Flight's reader of the role."""
 
-    def request_all(self, messages: Sequence[tuple[Any, Any]], *, timeout: float | None = None) -> list[Any]:
-        deadline = world().now + (self._deadline if timeout is None else timeout)
-        return [self._exchange(message, rows, deadline)[0][0] for message, rows in messages]
+    def __init__(self, role: Process, hub: Process) -> None:
+        self._world: World = world()
+        self._ends = role, hub
+        self._reason = ""
+        self.requests, self.answers = Pipe(self), Pipe(self)
+        self.is_accepted = Event()
+        for end in self._ends:
+            end.on_end.append(lambda _: self.cut("the peer has ended"))
 
-    def reserve(self, message: Reserve, *, timeout: float | None = None) -> tuple[Any, list[tuple[RowsHeader, Any]]]:
-        deadline = world().now + self._deadline
-        answers = self._exchange(message.model_copy(update={"with_rows": True}), None, deadline)
-        answer = answers[0][0]
-        if not isinstance(answer, Reserved) or not answer.num_following:
-            return answer, []
-        return answer, [(header, part.rows()) for header, part in answers[1:]]
+    @property
+    def seconds_apart(self) -> float:
+        """For how long no message passes."""
+        return max(end.cut_off_until for end in self._ends) - world().now
 
-    def request_rows(self, message: Rows, *, timeout: float | None = None) -> list[tuple[RowsHeader, Any]]:
-        answers = self._exchange(message, None, world().now + (timeout or self._deadline))
-        for answer, _ in answers:
-            if isinstance(answer, Refused):
-                raise error_of(answer)
-        return [(header, part.rows()) for header, part in answers]
+    def check(self) -> None:
+        """Raises why the exchange is lost."""
+        if self._reason:
+            raise OSError(self._reason)
 
-    def _exchange(self, message: Any, rows: Any, deadline: float) -> list[tuple[Any, Any]]:
-        message = message.model_copy(update={"id": next(self._ids)})
-        own = world()
-        while own.now < deadline:
-            if not self.is_connected:
-                raise HubUnavailable(f"the connection to {self.url} is lost")
-            ended, answers = Event(), []
-            self._calls.append(ended)
-            is_lost = own.rng.random() < NETWORK.loses
-            own.sleep(own.rng.random() * 0.002)
-            if not self.is_connected:
-                raise HubUnavailable(f"the connection to {self.url} is lost")
-            if not is_lost:
-                self._queue.append(partial(self._serve, message, rows, answers, ended))
-                self._arrived.set()
-            wait = self._retry + (message.wait_seconds if isinstance(message, Reserve) else 0.0)
-            ended.wait(min(wait, deadline - own.now))
-            self._calls.remove(ended)
-            if answers and self.is_connected and own.rng.random() >= NETWORK.loses:
-                return answers
-        raise HubUnavailable(f"{message.kind}: no answer from {self.url}")
+    def cut(self, reason: str) -> None:
+        """The exchange is lost, with all messages on their way."""
+        if not self._reason and not self._world.is_over:
+            self._reason = reason
+            self.is_accepted.set()
+            self.requests.wake()
+            self.answers.wake()
 
-    def _serve(self, message: Any, rows: Any, answers: list[tuple[Any, Any]], ended: Event) -> None:
-        """In the hub's process."""
-        received: list[tuple[Any, Any]] = []
-        try:
-            received.extend(self._server.service.handle(self._peer, message, rows))
-        except PipelineRLError as error:
-            received.append((Refused(re=message.id, code=code_of(error), detail=str(error)[:500]), None))
-        self._server.service.read(check_ledger)
-        world().sleep(world().rng.random() * 0.002)
-        answers.extend(received)
-        ended.set()
+    @property
+    def schema(self) -> pa.Schema:
+        self.is_accepted.wait()
+        self.check()
+        return ROLLOUT_SCHEMA
 
-    def close(self, *, bye: bool = True) -> None:
-        if bye and self.is_connected:
-            with contextlib.suppress(HubUnavailable):
-                self.request(Bye(), timeout=2.0)
-        self._vanish()
+    def read_chunk(self) -> SimpleNamespace:
+        metadata, rows = self.answers.read()
+        return SimpleNamespace(app_metadata=pa.py_buffer(metadata), data=rows)
+
+    def cancel(self) -> None:
+        self.cut("cancelled")
+
+
+class SimulatedFlight:
+    """The Flight server of a hub."""
+
+    def __init__(self, dispatcher: Dispatcher, location: str, token: str, credentials: Any) -> None:
+        self._dispatcher, self.process = dispatcher, process()
+        self.port = next(NETWORK.ports)
+        NETWORK.servers[f"{location.rpartition(':')[0]}:{self.port}"] = self
+        self.exchanges: list[Exchange] = []
+        self._has_ended = Event()
+
+    def accept(self, role: Process, command: bytes) -> Exchange:
+        exchange = Exchange(role, self.process)
+        self.exchanges.append(exchange)
+        world().spawn(self.process, lambda: self._serve(exchange, command))
+        return exchange
+
+    def _serve(self, exchange: Exchange, command: bytes) -> None:
+        if self._dispatcher.is_open:
+            peer = self._dispatcher.connect(introduction(command), exchange.answers)
+            exchange.is_accepted.set()
+            try:
+                while True:
+                    metadata, rows = exchange.requests.read()
+                    self._dispatcher.answer(peer, metadata, rows)
+                    self._dispatcher._service.read(check_ledger)  # type: ignore[attr-defined]
+            except (StopIteration, OSError):
+                pass
+            self._dispatcher.disconnect(peer)
+            exchange.answers.done_writing()
+        else:
+            exchange.cut("the hub is starting or shutting down")
+        self.exchanges.remove(exchange)
+        self._has_ended.set()
+
+    def shutdown(self) -> None:
+        """Returns when all exchanges have ended."""
+        while self.exchanges:
+            self._has_ended.wait()
+            self._has_ended.clear()
+
+
+def open_exchange(url: str, token: str, command: bytes, certificate: str) -> tuple[Any, Any, Any]:
+    """Client, writer and reader."""
+    world().sleep(world().rng.random() * 0.002)
+    server = NETWORK.servers.get(url)
+    if server is None or not server.process.is_alive:
+        raise HubUnavailable(f"{url} does not answer")
+    exchange = server.accept(process(), command)
+    exchange.requests.close = lambda: None  # type: ignore[attr-defined]
+    return SimpleNamespace(close=lambda: None), exchange.requests, exchange

@@ -1,7 +1,10 @@
 """What must hold for a hub at any time, and for the store of a run that has ended, whatever happened before."""
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+
+import numpy as np
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data.compaction import list_rollouts, read_rollouts
@@ -11,12 +14,12 @@ from pipelinerl_core.ledger import ActorKey, Ledger
 from pipelinerl_core.ledger.tokens import RETIRED_ACTORS
 from pipelinerl_core.run.commits import Commits, read_commits
 from pipelinerl_core.run.reading import read_record
-from pipelinerl_core.run.records import EVALS_PREFIX, Commit, EvalRecord
+from pipelinerl_core.run.records import EVALS_PREFIX, Commit, EvalRecord, rollout_key
 from pipelinerl_core.tools.audit import Audit
 from pipelinerl_core.types import GroupKey, TrainingRow
 from pipelinerl_core.weights.files import take_snapshot
 from tests.fakes import MemoryStore
-from tests.simulation.parts import ScriptedLearner
+from tests.simulation.parts import ScriptedLearner, versions_of
 from tests.simulation.store import PlainStore
 
 
@@ -62,10 +65,10 @@ class _Audit(Audit):
         return rows
 
 
-def check(store: PlainStore, config: RunConfig, *, has_processors: bool) -> list[str]:
+def check(store: PlainStore, config: RunConfig, reached: "Counter[str]", *, has_processors: bool) -> list[str]:
     """Sentences; empty if the run closes, its weights are those of its batches, and no row is lost.
 
-    has_processors: the weights also depend on the processors.
+    reached: counts what the run has done. has_processors: the weights also depend on the processors.
     """
     auditor = _Audit(store, config)
     audit = auditor.run().document
@@ -76,8 +79,16 @@ def check(store: PlainStore, config: RunConfig, *, has_processors: bool) -> list
     wrong = [record.version for record in evals if config.eval.on == "own" and record.last_version != record.version]
     if wrong:
         return [f"evaluations of versions {wrong} have tokens of other versions"]
+    reached["an actor continued tokens of another"] += audit["taken_over_tokens"] > 0
+    reached["an evaluation between the first and the last version"] += any(
+        0 < record.version < config.trainer.steps for record in evals
+    )
     other = () if has_processors else _other_weights(ScriptedLearner(config.model.dtype), auditor.rows, commits)
-    return [*other, *_lost_rows(store, auditor.rows, commits)]
+    return [
+        *other, *_lost_rows(store, auditor.rows, commits), *_wrong_rows(auditor.rows, config, reached),
+        *_wrong_fates(store, commits, config, reached), *_damaged(store, audit["damaged"]),
+        *_lost_weights(store, commits, config),
+    ]  # fmt: skip
 
 
 def weights_of(store: PlainStore) -> list[str]:
@@ -127,3 +138,70 @@ def _lost_rows(store: PlainStore, rows: Rows, commits: Commits) -> Iterator[str]
             is_late = fate.fate != "trained" and written[key] > read.get(step, written[key])
             if rows[step] is not None and fate.attempt == attempt and (group_id, attempt) not in kept and not is_late:
                 yield f"{key} was deleted, and group {group_id} ({fate.fate}) is in no compacted object"
+
+
+def _wrong_rows(rows: Rows, config: RunConfig, reached: "Counter[str]") -> Iterator[str]:
+    """Trained rows whose tokens name other versions than their spans, or whose mask is not the rule of lags."""
+    for step, of_step in rows.items():
+        for row in of_step or ():
+            sampled = versions_of(row.rollout.completion_token_ids)
+            spans = [np.full(span.end - span.start, span.version) for span in row.rollout.weight_spans]
+            live = step - 1 - sampled <= config.schedule.max_lag
+            reached["a token is masked"] += not live.all()
+            if not np.array_equal(sampled, np.concatenate([np.zeros(0, np.int64), *spans])):
+                yield f"step {step}: group {row.rollout.group_id} has tokens of versions that are not recorded"
+            if not np.array_equal(row.loss_mask, live):
+                yield f"step {step}: group {row.rollout.group_id}: the mask is not that of the lags"
+
+
+def _wrong_fates(store: PlainStore, commits: Commits, config: RunConfig, reached: "Counter[str]") -> Iterator[str]:
+    """Groups whose fate does not follow from their rows, in all segments that ever were."""
+    segments = MemoryStore()
+    kept = {key: data for key, data in store.disk.objects.items() if key.startswith("rollouts/")}
+    for key, data in {**store.disk.removed, **kept}.items():
+        segments.put(key, data)
+    reader, places = SegmentReader(segments), {}
+    for name in reader.segments():
+        with contextlib.suppress(SchemaMismatch):  # a fault damaged it
+            places |= {(ref.group_id, ref.attempt): name for ref in reader.groups_in(rollout_key(*name))}
+    for step, commit in commits.items():
+        for fate in commit.fates:
+            reached[f"a group is {fate.fate}"] += 1
+            if (name := places.get((fate.group_id, fate.attempt))) is None:
+                continue
+            rows = reader.read_group(*name, fate.group_id, fate.attempt).to_pylist()
+            rewards = [row["reward"] for row in rows if row["reward"] is not None]
+            tokens = [token for row in rows if row["reward"] is not None for token in row["completion_token_ids"]]
+            versions = versions_of(np.array(tokens, np.int64))
+            stale = step - 1 - versions > config.schedule.max_lag
+            # A commit may have fates of groups that the next step could not take.
+            stale_next = step - versions > config.schedule.max_lag
+            is_scored = len(rewards) >= 2
+            is_equal = config.rollouts.filter_zero_variance and len(set(rewards)) == 1
+            is_right = {
+                "failed": not is_scored,
+                "filtered": is_scored and is_equal,
+                "dropped_stale": stale_next.any() if config.schedule.stale == "drop" else stale_next.all(),
+                "trained": is_scored and not is_equal and not stale.all(),
+                "quarantined": is_scored,
+            }[fate.fate]
+            if not is_right:
+                reason = f"rewards {rewards}, {stale.sum()} stale tokens"
+                yield f"step {step}: group {fate.group_id} is {fate.fate}: {reason}"
+
+
+def _damaged(store: PlainStore, damaged: Iterable[str]) -> Iterator[str]:
+    """Objects that the audit calls damaged and no fault has damaged."""
+    for text in damaged:
+        if not any(key in text or key.rpartition("/")[0] in text for key in store.disk.damaged):
+            yield f"damaged without a fault: {text}"
+
+
+def _lost_weights(store: PlainStore, commits: Commits, config: RunConfig) -> Iterator[str]:
+    """docs/storage.md: the first, the last, and the newest weights.keep durable versions stay."""
+    manifests = {step: commit.manifest for step, commit in commits.items() if commit.manifest is not None}
+    durable = {step: manifest.key for step, manifest in manifests.items() if manifest.key is not None}
+    newest = sorted(durable)[-config.weights.keep :]
+    for step in durable.keys() & {0, config.trainer.steps, *newest}:
+        if not any(key.startswith(f"{durable[step]}/") for key in store.disk.objects):
+            yield f"the weights of version {step} are gone"

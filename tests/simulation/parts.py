@@ -27,6 +27,8 @@ from tests.simulation.primitives import process, world
 from tests.simulation.world import Process
 
 TOKEN_SECONDS = 0.02
+# A token is its version times this number, plus a smaller number.
+_VOCABULARY = 97
 # Of each token, by the trainer and by an engine with the weights of its version, nats.
 LOGPROB = -0.5
 _FOREIGN_LOGPROB = -3.0
@@ -36,8 +38,18 @@ DIVERGING_GROUPS = frozenset({3, 17})
 _FAILING_CHARS = frozenset({3, 33, 53})
 
 
+def versions_of(token_ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """[C] version that has sampled each of [C] tokens."""
+    return token_ids // _VOCABULARY
+
+
+def text_of(token_ids: np.ndarray[Any, Any]) -> str:
+    """A text that does not depend on the versions."""
+    return "x" * int((token_ids % _VOCABULARY).sum() % 69)
+
+
 class ScriptedEngine:
-    """Samples tokens that depend on the seed of the rollout and their position only, a few at a time."""
+    """Samples tokens that depend on the seed of the rollout, their position and the version, a few at a time."""
 
     def __init__(self, slots: int) -> None:
         self._process: Process = process()
@@ -61,16 +73,17 @@ class ScriptedEngine:
             self._waiting -= 1
         self._running += 1
         try:
-            token_ids = (np.arange(total, dtype=np.int64) * 7919 + request.sampler.seed) % 97
+            token_ids = (np.arange(total, dtype=np.int64) * 7919 + request.sampler.seed) % _VOCABULARY
             ids, logprobs = token_ids.astype(np.int32), np.full(total, LOGPROB, np.float32)
             if prior is not None:
-                logprobs[:start] = prior.rollout_logprobs
+                logprobs[:start], ids[:start] = prior.rollout_logprobs, prior.token_ids
             while True:
                 num = min(4, total - start)
                 await asyncio.sleep(TOKEN_SECONDS * num)
                 await self._may_run.wait()
                 self._check()
                 version, end = self.weight_version, start + num
+                ids[start:end] += _VOCABULARY * version
                 if self._process.engine_is_foreign:
                     logprobs[start:end] = _FOREIGN_LOGPROB
                 self._num_tokens += num

@@ -7,6 +7,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import queue as real_queue
 import socket as real_socket
 import sys
 import threading as real_threading
@@ -88,7 +89,15 @@ class Lock:
         self._depth += 1
         return True
 
+    def check_owned(self) -> None:
+        """RuntimeError if another thread, or none, holds the lock; a thread that ends may do anything."""
+        me = world().current
+        if self._owner is not me and me is not None and me.process.is_alive:
+            raise RuntimeError("the lock is not held")
+
     def release(self) -> None:
+        if self.is_reentrant:
+            self.check_owned()
         self._depth -= 1
         if not self._depth:
             self._owner = None
@@ -134,6 +143,7 @@ class Condition:
         own = world()
         me = own.current
         assert me is not None
+        self._lock.check_owned()
         self._waiters.append((me, me.token))
         depth, self._lock._depth = self._lock._depth, 1
         self._lock.release()
@@ -152,6 +162,7 @@ class Condition:
         return result
 
     def notify(self, number: int = 1) -> None:
+        self._lock.check_owned()
         while number and self._waiters:
             task, token = self._waiters.pop(0)
             if task.token == token and task.process.is_alive:
@@ -188,6 +199,31 @@ class Event:
             self._waiters.append((me, me.token))
             world().park(timeout)
         return self._is_set
+
+
+class SimpleQueue:
+    """queue.SimpleQueue."""
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+        self._changed = Condition()
+
+    def put(self, item: Any) -> None:
+        with self._changed:
+            self._items.append(item)
+            self._changed.notify()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._items, timeout):
+                raise real_queue.Empty
+            return self._items.popleft()
+
+
+class Queue:
+    """The module `queue`."""
+
+    SimpleQueue, Empty = SimpleQueue, real_queue.Empty
 
 
 class Thread:
@@ -375,7 +411,7 @@ class Uuid:
 _REPLACED = {
     "time": (real_time, Time()), "threading": (real_threading, Threading()),
     "ThreadPoolExecutor": (concurrent.futures.ThreadPoolExecutor, Pool), "uuid": (real_uuid, Uuid()),
-    "socket": (real_socket, Socket()),
+    "socket": (real_socket, Socket()), "queue": (real_queue, Queue()),
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import io
 import logging
 import random
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from unittest import mock
 import numpy as np
 import pyarrow as pa
 
+from pipelinerl_core.channel import connection, dispatcher, server
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data import codec
 from pipelinerl_core.data.segments import SegmentWriter
@@ -53,17 +55,18 @@ from pipelinerl_core.telemetry.metrics import METRICS
 from pipelinerl_core.tools.gc import collect
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.builders import run_record, small_config
+from tests.simulation import preemption
 from tests.simulation.faults import plan, schedule
-from tests.simulation.network import NETWORK, SimulatedClient, SimulatedServer
+from tests.simulation.network import NETWORK, SimulatedFlight, hub_client, open_exchange
 from tests.simulation.oracle import check, weights_of
-from tests.simulation.parts import ScriptedEngine, ScriptedLearner, ScriptedScorer
+from tests.simulation.parts import ScriptedEngine, ScriptedLearner, ScriptedScorer, text_of
 from tests.simulation.primitives import Event, Loop, Time, installed, process, running
 from tests.simulation.store import Disk, PlainStore, SimulatedStore
 from tests.simulation.world import Process, World
 
 _PROCESS = SimpleNamespace(create_time=lambda: 0.0, memory_info=lambda: SimpleNamespace(rss=0))
 PSUTIL = SimpleNamespace(Process=lambda: _PROCESS)
-CODEC = TextCodec(encode=lambda prompt: np.array([5, 6, 7], np.int32), decode=lambda ids: "x" * int(ids.sum() % 69))
+CODEC = TextCodec(encode=lambda prompt: np.array([5, 6, 7], np.int32), decode=text_of)
 
 
 # The flow stops the roles this long after the trainer has ended; by then the hub has ended by itself.
@@ -89,6 +92,8 @@ class Settings(NamedTuple):
     """Some texts have no reward."""
     has_processors: bool
     """Other hosts have another processor, which makes other weights of the same rows."""
+    is_preemptive: bool
+    """Threads are interrupted between statements, too."""
     first_steps: int
     """Steps of the first start; then `pipelinerl resume` with more steps."""
 
@@ -141,10 +146,14 @@ class Simulation:
         if self.evaluates_on == "own":
             self.names.append("evaluator")
         self.ended: set[str] = set()
+        self.gone: set[str] = set()
+        """Actors whose machine is gone for good."""
         self.is_stopping = False
         self.has_foreign_engine = False
         self.has_lost_commits = False
         self.errors: list[str] = []
+        self.reached: Counter[str] = Counter()
+        """What the run has done -> how often."""
         self.trace: list[str] = []
         NETWORK.servers.clear()
         for name in self.names:
@@ -227,7 +236,8 @@ class Simulation:
         is_final = own.code in (2, 5, 6) and not (own.code == 2 and self.has_foreign_engine)
         if is_final and not is_expelled:
             self.errors.append(f"{own.name}: exit code {own.code}")
-        if is_final or self.is_stopping or (own.code == 0 and self.is_over):
+        is_gone = own.name in self.gone
+        if is_final or is_gone or self.is_stopping or (own.code == 0 and self.is_over):
             self.ended.add(own.name)
         else:
             self.world.at(self.world.now + 0.5, lambda: self._start_again(own))
@@ -261,12 +271,13 @@ class Simulation:
     def _resume(self) -> None:
         self.note("the run is resumed")
         self.disk.objects.pop(CONTROL_KEY, None)
-        self.ended = set()
+        self.ended = set(self.gone)
         earlier, host = self.config, self.world.rng.choice(["host", "host-1"])
 
         def start() -> None:
             for name in self.names:
-                self.start(name, host)
+                if name not in self.gone:
+                    self.start(name, host)
 
         def collect_first(store: SimulatedStore) -> None:
             try:
@@ -361,14 +372,27 @@ def replaced_machinery(simulation: Callable[[], Simulation], settings: Settings)
     async def engine(config: RunConfig, **_: Any) -> ScriptedEngine:
         return ScriptedEngine(slots=4)
 
+    def refusal(peer: Any, request: Any, error: Exception) -> Any:
+        if not isinstance(error, PipelineRLError):
+            simulation().errors.append("".join(traceback.format_exception(error)))
+        return real_refusal(peer, request, error)
+
+    def reraise(*_: Any) -> None:
+        raise
+
+    real_refusal = dispatcher._refusal
+
     def mark(pid: int) -> str:
         own = simulation().pids.get(pid)
         return f"boot/{pid}" if own is not None and own.is_alive else ""
 
     with contextlib.ExitStack() as stack:
         for target, name, value in (
-            (hub_main, "HubServer", SimulatedServer), (hub_main, "own_descriptors", lambda: None),
-            (hub_link, "HubClient", SimulatedClient), (hub_status, "process_mark", mark),
+            (server, "_Flight", SimulatedFlight), (hub_main, "own_descriptors", lambda: None),
+            (hub_link, "HubClient", hub_client), (hub_status, "process_mark", mark),
+            (connection, "_open_exchange", open_exchange), (dispatcher, "_refusal", refusal),
+            (connection, "_log", SimpleNamespace(exception=reraise, debug=lambda *_: None)),
+            (history, "process_mark", mark), (history, "os", SimpleNamespace(getpid=lambda: process().pid)),
             (hub_main, "give_back_freed_memory", lambda: None),
             (trainer_main, "open_learners", learners), (trainer_main, "freeze_startup_objects", lambda: None),
             (trainer_main, "token_digests", lambda config: {}), (trainer_main, "check_parity", lambda *_: None),
@@ -399,6 +423,7 @@ def settings_of(seed: int, steps: int) -> Settings:
     phases = {"steps_per_phase": rng.randint(1, max_lag + 1)} if kind == "conventional" else {}
     other = random.Random(f"other settings {seed}")
     has_errors = other.random() < 0.3
+    has_long_rollouts = other.random() < 0.5
     evaluations = {
         "num_prompts": other.choice([0, 2]), "every_steps": other.choice([3, 7]),
         "on": other.choice(["own", "actors"]),
@@ -412,18 +437,19 @@ def settings_of(seed: int, steps: int) -> Settings:
                  "groups_per_step": groups},
         schedule={"kind": kind, "max_lag": max_lag, "stale": stale, **phases},
         model={"dtype": other.choice(["float32", "bfloat16"])}, weights=weights, eval=evaluations,
-        rollouts={"max_tokens": rng.choice([4, 16, 40]), "group_size": group_size,
-                  "filter_zero_variance": other.random() < 0.3},
-        placement={"lease_seconds": 10.0, "hub_bytes": 1 << 20},
+        rollouts={"max_tokens": rng.choice([16, 100, 400] if has_long_rollouts else [4, 16, 40]),
+                  "group_size": group_size, "filter_zero_variance": other.random() < 0.3},
+        placement={"lease_seconds": 10.0, "hub_bytes": 1 << 20, "hub_host": "10.0.0.1"},
         checkpoint={"every_seconds": rng.choice([0.2, 0.5, 3.0])},
         engine={"concurrency": group_size * rng.randint(1, groups * min(2, max_lag + 1))},
-        store={"partial_log": rng.random() < 0.7, "keep_rows": other.choice([0, 0, 6]),
-               "trainer_logprobs": other.random() < 0.3},
+        store={"partial_log": rng.random() < 0.7, "partial_seconds": other.choice([0.1, 0.5, 5.0]),
+               "keep_rows": other.choice([0, 0, 6]), "trainer_logprobs": other.random() < 0.3},
     )  # fmt: skip
     return Settings(
         config, num_actors=rng.randint(1, 3), sync_seconds=rng.choice([0.05, 0.2, 0.5]),
         step_seconds=other.choice([0.05, 0.1, 0.4, 1.5]), group_bytes=other.choice([32, 256]) << 10,
         diverges=other.random() < 0.3, has_errors=has_errors, has_processors=other.random() < 0.2,
+        is_preemptive=other.random() < 0.5,
         first_steps=other.randint(1, steps) if other.random() < 0.3 else steps,
     )  # fmt: skip
 
@@ -462,7 +488,9 @@ def simulate(
     """A run of `steps` steps with faults; kept: indices of the faults that happen, None for all."""
     settings = settings_of(seed, steps)
     simulation = simulated(settings, seed, num_faults, kept, has_logs=has_logs)
-    simulation.errors += check(PlainStore(simulation.disk), settings.config, has_processors=settings.has_processors)
+    simulation.errors += check(
+        PlainStore(simulation.disk), settings.config, simulation.reached, has_processors=settings.has_processors
+    )
     is_fixed = not (settings.config.schedule.max_lag or settings.diverges or settings.has_processors)
     if is_fixed and num_faults and not simulation.errors:
         # Without lag the trained rows depend on the configuration only, unless a quarantine is forgotten in a crash.
@@ -479,6 +507,7 @@ def simulated(
     """A run with these settings."""
     config = settings.config
     own, box = World(seed), []
+    preemption.begin(seed, is_preemptive=settings.is_preemptive)
     NETWORK.loses = 0.0
     with (
         installed(), replaced_machinery(lambda: box[0], settings), running(own), contextlib.ExitStack() as logs
@@ -507,7 +536,8 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def errors_of(seed: int, steps: int, num_faults: int) -> list[str]:
-    """What is wrong with a run."""
+def outcome_of(seed: int, steps: int, num_faults: int) -> tuple[list[str], "Counter[str]"]:
+    """What is wrong with a run, and what it has done."""
     with quiet():
-        return simulate(seed, steps, num_faults).errors
+        run = simulate(seed, steps, num_faults)
+        return run.errors, run.reached

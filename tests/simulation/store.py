@@ -1,5 +1,6 @@
 """A simulated object store, which all hosts share. Its answers may be late, or wrong as docs/storage.md permits."""
 
+import builtins
 from collections.abc import Callable, Iterable
 
 from greenlet import GreenletExit
@@ -39,6 +40,8 @@ class Disk:
         self.collects_undecided = False
         """`gc --rollouts` of a finished run may have removed all segments."""
         self.num_requests = 0
+        self.late_until = 0.0
+        """Until this time some objects arrive after their writer has given up, or has ended."""
 
 
 class SimulatedStore:
@@ -52,20 +55,39 @@ class SimulatedStore:
 
     def put(self, key: str, data: bytes | memoryview, *, create_only: bool = False) -> None:
         self._begin("put")
-        if self.disk.world.now < self.disk.full_until:
+        own = self.disk.world
+        if own.now < self.disk.full_until:
             raise StoreUnavailable(f"{self.url}/{key}: no space")
-        objects = self.disk.objects
-        if create_only and key in objects:
+        if own.now < self.disk.late_until and own.rng.random() < 0.2:
+            self._put_late(key, bytes(data), create_only=create_only)
+        if create_only and key in self.disk.objects:
             self._answer("put")
             raise FileExistsError(f"{self.url}/{key} exists already")
-        objects[key] = bytes(data)
-        self.disk.written[key] = self.disk.num_requests
-        if key.startswith("compacted/rollouts/"):
-            self.disk.segments_read[key] = self._listings[0]
-        if key.startswith("commits/"):
-            self.disk.on_commit(parse_commit_key(key)[0])
+        self._arrives(key, bytes(data), self._listings[0])
         self._changed()
         self._answer("put")
+
+    def _arrives(self, key: str, data: bytes, listing: int) -> None:
+        """listing: number of the writer's request that listed the segments."""
+        self.disk.objects[key] = data
+        self.disk.written[key] = self.disk.num_requests
+        if key.startswith("compacted/rollouts/"):
+            self.disk.segments_read[key] = listing
+        if key.startswith("commits/"):
+            self.disk.on_commit(parse_commit_key(key)[0])
+
+    def _put_late(self, key: str, data: bytes, *, create_only: bool) -> None:
+        own, listing = self.disk.world, self._listings[0]
+
+        def arrive() -> None:
+            if not (create_only and key in self.disk.objects):
+                self._arrives(key, data, listing)
+
+        own.at(own.now + own.rng.choice([0.1, 1.0, 5.0, 20.0]) * own.rng.random(), arrive)
+        if own.rng.random() < 0.5:
+            self._process.kill()
+            raise GreenletExit
+        raise StoreUnavailable(f"{self.url}: put: timed out")
 
     def get(self, key: str) -> bytes:
         self._begin("get")
@@ -89,13 +111,21 @@ class SimulatedStore:
         if prefix == "rollouts":
             self._listings = [self._listings[1], self.disk.num_requests]
         top = f"{prefix}/" if prefix else ""
-        keys = sorted(key for key in self.disk.objects if key.startswith(top))
+        keys = self._listed(top)
         if self._process.lacking is not None:
             skipped, share = self._process.lacking
             self._process.lacking = (skipped - 1, share) if skipped else None
             keys = keys if skipped else keys[: int(len(keys) * share)]
         self._answer("list")
         return keys
+
+    def _listed(self, top: str) -> builtins.list[str]:
+        """The keys, not all as of the same moment."""
+        before = {key for key in self.disk.objects if key.startswith(top)}
+        self.disk.world.sleep(0.02 * self.disk.world.rng.random())
+        after = {key for key in self.disk.objects if key.startswith(top)}
+        changed = sorted(before ^ after)
+        return sorted([*(before & after), *(key for key in changed if self.disk.world.rng.random() < 0.5)])
 
     def delete(self, keys: Iterable[str]) -> None:
         """In any order; a failure or a kill leaves the other objects."""
@@ -147,6 +177,8 @@ class SimulatedStore:
 
     def _may_fail(self, kind: str, reason: str) -> None:
         disk, own = self.disk, self.disk.world
+        if own.now < self._process.store_fails_until:
+            raise StoreUnavailable(f"{self.url}: {kind}: {reason}")
         if own.now < disk.fails_until and kind in disk.fails and own.rng.random() < disk.fail_share:
             raise StoreUnavailable(f"{self.url}: {kind}: {reason}")
 
@@ -157,6 +189,9 @@ class PlainStore(SimulatedStore):
     def __init__(self, disk: Disk) -> None:
         world = disk.world
         super().__init__(disk, Process(world, "audit", "host", 0))
+
+    def _listed(self, top: str) -> builtins.list[str]:
+        return sorted(key for key in self.disk.objects if key.startswith(top))
 
     def _begin(self, kind: str) -> None: ...
 

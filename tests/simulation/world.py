@@ -40,6 +40,10 @@ class Process:
         """The process is killed right after this number of objects more that it writes or deletes."""
         self.lacking: tuple[int, float] | None = None
         """After this number of listings, a listing has only this share of its keys, the oldest."""
+        self.cut_off_until = 0.0
+        """Until then no message from or to this process arrives."""
+        self.store_fails_until = 0.0
+        """Until then the store does not answer this process."""
         self.has_bad_engine = False
         """A fault has changed the engine of this actor: one of the next three."""
         self.engine_fails = False
