@@ -260,12 +260,17 @@ def _cut_off(newest: _Newest) -> Finding | None:
         return None
     if newest.is_solved if cut.all() else newest.rewards[cut].mean() >= newest.rewards[~cut].mean():
         return None
-    limit = newest.facts.run.config.get("rollouts", {}).get("max_tokens", "?")
+    config = newest.facts.run.config
+    limit = config.get("rollouts", {}).get("max_tokens", "?")
+    advice = f"Set rollouts.max_tokens higher (now {limit}), or ask for shorter answers in the prompt."
+    of_turn = config.get("environment", {}).get("turn_tokens", 0)
+    if of_turn and isinstance(limit, int) and newest.lengths[cut].max() < limit:
+        advice = f"They are shorter than rollouts.max_tokens: set environment.turn_tokens higher (now {of_turn})."
     rest = "" if cut.all() else f", of complete ones {newest.rewards[~cut].mean():.2f}"
     return Finding(
         "cut_off",
         f"{cut.mean():.0%} of the newest rollouts were cut off (mean reward {newest.rewards[cut].mean():.2f}{rest}). "
-        f"Set rollouts.max_tokens higher (now {limit}), or ask for shorter answers in the prompt.",
+        f"{advice}",
         newest.names(np.flatnonzero(cut).tolist()),
         "select step, group_id, rollout_index, reward from rollouts where finish_reason = 'length' "
         "order by step desc",

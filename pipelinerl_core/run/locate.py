@@ -2,6 +2,7 @@
 
 import getpass
 import json
+import logging
 import os
 import re
 import shutil
@@ -24,6 +25,8 @@ from pipelinerl_core.run.local_files import local_files, parent_of
 from pipelinerl_core.run.records import RUN_KEY, RunRecord
 from pipelinerl_core.run.user_code import code_commits, installed_packages, store_code
 from pipelinerl_core.storage.object_store import open_store
+
+logger = logging.getLogger(__name__)
 
 ROOT_VARIABLE = "PIPELINERL_ROOT"
 SERVE_URL_VARIABLE = "PIPELINERL_SERVE_URL"
@@ -167,8 +170,14 @@ def remember_latest(url: str, owner: str = "") -> None:
     """Set `latest` to this run, also that of its owner, `user` or `user@host`."""
     root, _, run_id = url.rpartition("/")
     store, text = open_store(root), json.dumps({"run_id": run_id, "at": time.time()}).encode()
-    for key in [LATEST_KEY, *([_latest_key(owner.partition("@")[0])] if owner else [])]:
-        store.put(key, text)
+    if owner:
+        store.put(_latest_key(owner.partition("@")[0]), text)
+    try:
+        store.put(LATEST_KEY, text)
+    except StoreError as error:  # in a directory with the sticky bit, a file of another user
+        if not owner:
+            raise
+        logger.info("`latest` of other users stays the same: %s", error)
 
 
 def _latest_key(user: str) -> str:

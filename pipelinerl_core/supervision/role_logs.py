@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pipelinerl_core.errors import StoreError
 from pipelinerl_core.telemetry.log_lines import level_of
 from pipelinerl_core.telemetry.redact import redact_text
 
@@ -54,7 +55,13 @@ class RoleLog:
 
     def open(self) -> BinaryIO:
         """Open the log for the next process of the role; `last_lines` starts here."""
-        stream = self.path.open("ab")
+        try:
+            stream = self.path.open("ab")
+        except OSError as error:
+            raise StoreError(
+                f"cannot write {self.path}: {error.strerror}. Of another user's run, work on a copy: "
+                "`pipelinerl archive RUN --to DIRECTORY`"
+            ) from None
         self._process_start = stream.tell()
         return stream
 

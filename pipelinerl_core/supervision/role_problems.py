@@ -22,6 +22,8 @@ _READ_CHARACTERS = 20_000
 _LEVELS = {"WARNING": logging.WARNING, "ERROR": logging.ERROR, "CRITICAL": logging.ERROR}
 _NUMBER = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
 """Also of addresses and digests."""
+_PLACE = re.compile(r"\[\w+\.py:\d+\] ")
+"""Of a line of vLLM, after the level."""
 
 
 class RoleProblems:
@@ -30,7 +32,8 @@ class RoleProblems:
     def __init__(self, name: str, token: str = "") -> None:
         """token: a secret that no line may have."""
         self._name, self._token = name, token
-        self._is_in_traceback = False
+        self._traceback = ""
+        """How the lines of the traceback begin that is read: `plain`, or `logged` with a level; empty: none."""
         self._shown_at: dict[str, float] = {}
         """Line without its numbers -> time of its last show."""
         self._recent: deque[float] = deque(maxlen=MAX_LINES)
@@ -38,12 +41,19 @@ class RoleProblems:
 
     def add(self, line: str) -> None:
         """Show a line of the role's log if it is a warning or an error; of a traceback, its exception."""
-        if line.startswith(TRACEBACK):
-            self._is_in_traceback = True
-        elif level_of(line) in _LEVELS:
-            self._show(_LEVELS[level_of(line)], message_of(line))
-        elif self._is_in_traceback and line.strip() and not line.startswith(" "):
-            self._is_in_traceback = False
+        level = _LEVELS.get(level_of(line))
+        text = line if level is None or line.startswith(TRACEBACK) else message_of(line)
+        text = text[place.end() :] if (place := _PLACE.match(text)) else text
+        if text.startswith(TRACEBACK):
+            self._traceback = "plain" if line.startswith(TRACEBACK) else "logged"
+        elif level is not None:
+            is_logged = self._traceback == "logged"
+            if not text.strip() or (is_logged and text.startswith(" ")):
+                return
+            self._traceback = "" if is_logged else self._traceback
+            self._show(level, text)
+        elif self._traceback == "plain" and line.strip() and not line.startswith(" "):
+            self._traceback = ""
             self._show(logging.ERROR, line)
 
     def _show(self, level: int, text: str) -> None:

@@ -106,14 +106,15 @@ _MAX_COPIES = 20
 def tracking_uri(configured: str, root: str) -> str | None:
     """The tracking URI for a value of tracking.mlflow_uri; None for `none`.
 
-    Empty: mlflow.db under the root; for a remote root in $XDG_DATA_HOME/pipelinerl (~/.local/share/pipelinerl), which
-    this function creates.
+    Empty: mlflow.db under the root. For a remote root, and if that file belongs to another user, it is in
+    $XDG_DATA_HOME/pipelinerl (~/.local/share/pipelinerl), which this function creates.
     """
     if configured:
         return None if configured == "none" else configured
     path = root.removeprefix("file://")
     directory = Path(path).absolute()
-    if "://" in path:
+    shared = directory / "mlflow.db"
+    if "://" in path or (shared.exists() and not os.access(shared, os.W_OK)):
         directory = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "pipelinerl"
         directory.mkdir(parents=True, exist_ok=True)
     return f"sqlite:///{directory / 'mlflow.db'}"

@@ -158,7 +158,7 @@ def check_finite(step: int, metrics: Mapping[str, float]) -> None:
     raise TrainingDiverged(
         f"step {step}: {figures}; all values must be finite. The last good weights are version {step - 1}. Lower "
         "learner.lr or learner.clip_norm, or lengthen learner.warmup_steps; if only kl or ess is not finite, an "
-        "engine recorded bad log-probabilities"
+        "engine recorded bad log-probabilities; a loss.function of your own may have returned nan or inf"
     )
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from prefect._internal.uuid7 import uuid7
 
-from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.models.resolve import load_config
-from pipelinerl_core.run.locate import create_run, locate_run, new_run_id, remember_latest, run_url
+from pipelinerl_core.run.locate import LATEST_KEY, create_run, locate_run, new_run_id, remember_latest, run_url
+from pipelinerl_core.storage.local import FileStore
 from pipelinerl_core.storage.object_store import open_store
 from tests.synthetic_run import Shape, write_run
 
@@ -240,6 +241,23 @@ def test_latest_is_the_run_that_was_started_or_resumed_last(tmp_path):
     assert locate_run("latest", str(tmp_path)) == second
     remember_latest(first)
     assert locate_run("latest", str(tmp_path)) == first
+
+
+def test_in_a_root_where_another_user_was_last_each_user_has_an_own_latest(tmp_path, monkeypatch):
+    first, second = make_run(tmp_path, "a-1"), make_run(tmp_path, "b-2")
+    put = FileStore.put
+
+    def put_own(store, key, *arguments, **options):
+        if key == LATEST_KEY:
+            raise StoreError("cannot write latest.json: Operation not permitted")
+        put(store, key, *arguments, **options)
+
+    monkeypatch.setattr(FileStore, "put", put_own)
+    monkeypatch.setattr("pipelinerl_core.run.locate.user_name", lambda: "alice")
+    remember_latest(first, "alice@host")
+    assert locate_run("latest", str(tmp_path)) == first
+    with pytest.raises(StoreError):
+        remember_latest(second)
 
 
 def test_an_id_cannot_leave_the_root(tmp_path):

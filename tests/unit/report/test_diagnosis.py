@@ -255,6 +255,14 @@ def test_a_held_out_curve_that_leaves_the_training_curve_is_named(last, is_named
         assert "from version 3 to 10 the held-out accuracy fell from 0.600 to 0.200" in named["held_out_leaves"].text
 
 
+def test_turns_that_are_cut_name_the_limit_of_a_turn():
+    facts = facts_of(healthy(PLANTED["cut_off"][0]))
+    facts.run.config["rollouts"] = {"max_tokens": 1000}
+    facts.run.config["environment"] = {"turn_tokens": 24}
+    (finding,) = diagnose(facts, None)
+    assert "set environment.turn_tokens higher (now 24)" in finding.text
+
+
 def test_texts_are_not_looked_at_without_a_tokenizer():
     rows = healthy(PLANTED["question_dropped"][0])
     assert diagnose(facts_of(rows), None) == []

@@ -310,6 +310,22 @@ def test_repeated_warnings_are_shown_once_and_others_are_bounded_in_rate(caplog,
     assert [record.getMessage() for record in caplog.records] == ["actor-3: r: step 3 failed: ValueError: no"]
 
 
+def test_of_a_traceback_that_vllm_logs_line_by_line_only_the_exception_is_shown(caplog):
+    problems = RoleProblems("actor-0")
+    start = "(Worker pid=13295) ERROR 11-30 09:17:30 [multiproc_executor.py:1063] "
+    lines = (
+        "WorkerProc hit an exception.", "Traceback (most recent call last):", '  File "a.py", line 10, in execute',
+        "    output = func(*args)", "             ^^^^", *(f'  File "b.py", line {n}, in call' for n in range(10)),
+        "RuntimeError: Unsupported CPU attention configuration: head_dim=16", "",
+    )  # fmt: skip
+    for line in lines:
+        problems.add(f"{start}{line}\n")
+    assert [record.getMessage() for record in caplog.records] == [
+        "actor-0: WorkerProc hit an exception.",
+        "actor-0: RuntimeError: Unsupported CPU attention configuration: head_dim=16",
+    ]
+
+
 @pytest.fixture
 def remote(tmp_path, monkeypatch):
     """A run whose store is no directory; its logs are below the temporary directory of the host."""

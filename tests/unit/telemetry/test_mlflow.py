@@ -305,6 +305,11 @@ def test_the_default_for_a_remote_root_is_a_database_in_the_users_data_directory
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     assert tracking_uri("", "s3://bucket/runs") == f"sqlite:///{tmp_path}/data/pipelinerl/mlflow.db"
     assert (tmp_path / "data" / "pipelinerl").is_dir()
+    (tmp_path / "mlflow.db").touch()
+    assert tracking_uri("", str(tmp_path)) == f"sqlite:///{tmp_path}/mlflow.db"
+    with monkeypatch.context() as of_another_user:
+        of_another_user.setattr("os.access", lambda path, mode: False)
+        assert tracking_uri("", str(tmp_path)) == f"sqlite:///{tmp_path}/data/pipelinerl/mlflow.db"
     monkeypatch.delenv("XDG_DATA_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert tracking_uri("", "s3://bucket/runs") == f"sqlite:///{tmp_path}/.local/share/pipelinerl/mlflow.db"
