@@ -42,6 +42,16 @@ MAX_UNCOMMITTED = 2
 _KEPT_CHECKPOINTS = 2
 
 
+def stored_batch(step: int, upload: "Future[FileEntry]") -> FileEntry:
+    """The batch file of a step, once it is written. Raises StoreError, DeadlineExceeded."""
+    try:
+        return upload.result(timeout=UPLOAD_DEADLINE_SECONDS)
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"step {step}: its batch file was not written within {UPLOAD_DEADLINE_SECONDS:.0f} s"
+        ) from None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ComputedStep:
     """A trained step, with everything that its commit needs."""
@@ -294,12 +304,7 @@ class Committer:
         reserved = computed.reserved or Reserved(re=0, is_ready=False)  # step 0 has no reservation
         batches: tuple[FileEntry, ...] = ()
         if computed.batch is not None:
-            try:
-                batches = (computed.batch.result(timeout=UPLOAD_DEADLINE_SECONDS),)
-            except TimeoutError:
-                raise DeadlineExceeded(
-                    f"step {computed.step}: its batch file was not written within {UPLOAD_DEADLINE_SECONDS:.0f} s"
-                ) from None
+            batches = (stored_batch(computed.step, computed.batch),)
         return Commit(
             run_id=self._run_id,
             step=computed.step,

@@ -53,7 +53,7 @@ from pipelinerl_core.roles.runtime.process import RoleProcess, freeze_startup_ob
 from pipelinerl_core.roles.runtime.token_digests import token_digests
 from pipelinerl_core.roles.trainer.adopt import adopt
 from pipelinerl_core.roles.trainer.already_done import is_already_done
-from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
+from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep, stored_batch
 from pipelinerl_core.roles.trainer.learners import Spread, open_learners
 from pipelinerl_core.roles.trainer.own_code import load_stored_functions
 from pipelinerl_core.roles.trainer.rescoring import Rescored, Rescoring
@@ -270,6 +270,8 @@ class Trainer:
         try:
             learned = self._learner.step(rows)
         except TrainingDiverged as error:
+            if upload is not None:  # a write that failed may arrive late, and replace the rows of the next try
+                stored_batch(step, upload)
             self._quarantine(step, reserved, rows, error)
             return None
         computed_at, worked_seconds = time.time(), time.perf_counter() - began

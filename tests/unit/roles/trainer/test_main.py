@@ -10,15 +10,17 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
 from pipelinerl_core.data.codec import decode_batch, encode_rollouts, from_segment
-from pipelinerl_core.errors import NotReserved
+from pipelinerl_core.errors import NotReserved, StoreUnavailable, TrainingDiverged
 from pipelinerl_core.interfaces import TensorMeta, WeightLayout
 from pipelinerl_core.messages import Ack, Reserved, RowsHeader
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.roles.trainer.main import Trainer
 from pipelinerl_core.run.history import counted_commit_keys, read_commit
+from pipelinerl_core.run.records import BATCHES_PREFIX
 from pipelinerl_core.training.live_state import LiveState
 from pipelinerl_core.types import WeightSpan
 from tests.builders import epoch_record, group_named, put_epoch
@@ -134,6 +136,29 @@ def test_the_batch_files_have_the_rows_that_were_trained():
         (batch,) = from_segment(store.get(commit.batches[0].name))
         np.testing.assert_equal([asdict(row) for row in decode_batch(batch)], [asdict(row) for row in rows])
         assert commit.metrics["time/prepare_seconds"] > 0
+
+
+def test_a_refused_step_whose_rows_may_still_arrive_is_not_tried_again_under_the_same_name():
+    """Of a write that failed, the store may have the object later, over the rows of the next try."""
+
+    class Unavailable(MemoryStore):
+        def put(self, key, data, *, create_only=False):
+            if key.startswith(BATCHES_PREFIX):
+                raise StoreUnavailable("no answer")
+            super().put(key, data, create_only=create_only)
+
+    class Diverging(Learner):
+        def step(self, rows):
+            self.steps.append(rows)
+            raise TrainingDiverged("step 1: the loss is nan")
+
+    store, learner = Unavailable(), Diverging()
+    config = load_config("quickstart", ["weights.transport=object_store"])
+    context = SimpleNamespace(store=store, config=config, run_id="run", token="")
+    trainer = Trainer(context, learner, put_epoch(store, 1), link=lambda registration: Hub())
+    with pytest.raises(StoreUnavailable):
+        trainer.run({}, threading.Event())
+    assert len(learner.steps) == 1
 
 
 def test_a_step_whose_reservation_is_gone_is_reserved_again_at_once():
