@@ -12,7 +12,7 @@ from pipelinerl_core.channel.client import HubClient
 from pipelinerl_core.channel.dispatcher import Dispatcher
 from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.errors import HubUnavailable
-from tests.simulation.oracle import check_ledger
+from tests.simulation.oracle import check_ledger, check_memory
 from tests.simulation.primitives import Event, process, world
 from tests.simulation.world import Process, World
 
@@ -152,7 +152,9 @@ class SimulatedFlight:
                 while True:
                     metadata, rows = exchange.requests.read()
                     self._dispatcher.answer(peer, metadata, rows)
-                    self._dispatcher._service.read(check_ledger)  # type: ignore[attr-defined]
+                    hub: Any = self._dispatcher._service
+                    hub.read(check_ledger)
+                    check_memory(hub._state.rows.used_bytes, hub._state.rows._budget_bytes)
             except (StopIteration, OSError):
                 pass
             self._dispatcher.disconnect(peer)

@@ -48,6 +48,12 @@ def check_ledger(ledger: Ledger) -> dict[str, object]:
     return {}
 
 
+def check_memory(used_bytes: int, budget_bytes: int) -> None:
+    """Raises AssertionError if the rows in a hub's memory are far above placement.hub_bytes. Groups that actors had
+    finished before they were told to wait may be above it, up to 1.8 times here."""
+    assert used_bytes <= 3 * budget_bytes, f"rows of {used_bytes} bytes, placement.hub_bytes={budget_bytes}"
+
+
 Rows = dict[int, list[TrainingRow] | None]
 """Step -> its rows; None if `store.keep_rows` has removed them."""
 
