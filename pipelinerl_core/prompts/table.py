@@ -242,7 +242,7 @@ class TableSource:
         return ConfigError(
             f"{self.name}: {len(self._rows.ids)} rows with {len(set(self._rows.ids))} different prompts, of which "
             f"none is left to train on: {len(self._held_out)} are held out"
-            f"{''.join(f'; {line}' for line in self._left_out)}. Give at least two different prompts: one is held out"
+            f"{''.join(f'; {line}' for line in self._left_out)}. Give at least one prompt more that is not held out"
         )
 
     @property

@@ -22,9 +22,9 @@ def simulation(*arguments):
 
 
 def test_runs_with_faults_lose_nothing_train_nothing_twice_and_end():
-    done = simulation("--first", "4", "--seeds", "8", "--jobs", "1")
+    done = simulation("--first", "4", "--seeds", "48", "--jobs", "2")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("8 runs, 80 faults, 0 failed")
+    assert done.stdout.startswith("48 runs, 480 faults, 0 failed")
 
 
 def test_a_seed_has_one_trace():
