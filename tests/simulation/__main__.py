@@ -68,7 +68,7 @@ def main() -> int:
     seconds = time.monotonic() - begun
     counts = f"{num_runs} runs, {num_runs * chosen.faults} faults, {len(bad)} failed {bad[:20]}"
     sys.stdout.write(f"{counts}, {seconds:.0f} s\n")
-    if num_runs >= _ENOUGH and (never := [what for what in REACHED if not reached[what]]):
+    if num_runs >= _ENOUGH and (never := [event for event in REACHED if not reached[event]]):
         sys.stdout.write(f"never: {'; '.join(never)}\n")
         return 1
     return 1 if bad else 0
