@@ -137,7 +137,8 @@ def test_a_child_that_cannot_be_replaced_at_once_is_replaced_later(child_module,
 
     async def work(child):
         assert await child.ask(1) == 1
-        psutil.Process().children()[-1].kill()
+        (own,) = [other for other in psutil.Process().children() if "repeating_child" in other.cmdline()]
+        own.kill()
         await child.has_died.wait()
         if cause == "refused":
             refused_once(monkeypatch)
