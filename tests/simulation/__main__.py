@@ -62,7 +62,7 @@ def main() -> int:
             sys.stdout.write(f"seed {seed}: {errors[0].strip().splitlines()[-1]}\n")
             if chosen.until_failure:
                 break
-        if num_runs % 1000 == 0:
+        if num_runs % 100 == 0:
             sys.stdout.write(f"{num_runs} runs, {len(bad)} failed, {time.monotonic() - begun:.0f} s\n")
             sys.stdout.flush()
     seconds = time.monotonic() - begun
