@@ -84,7 +84,7 @@ class SimulatedStore:
                 self._arrives(key, data, listing)
 
         own.at(own.now + own.rng.choice([0.1, 1.0, 5.0, 20.0]) * own.rng.random(), arrive)
-        if own.rng.random() < 0.5:
+        if own.rng.random() < 0.5 and self._process.name != "accept-loss":  # a user would repeat the command
             self._process.kill()
             raise GreenletExit
         raise StoreUnavailable(f"{self.url}: put: timed out")
