@@ -210,9 +210,9 @@ class TrackingConfig(Section):
     """Where runs are recorded."""
 
     mlflow_uri: str = ""
-    """MLflow tracking URI; empty: $MLFLOW_TRACKING_URI, or else a SQLite file under the root (for a root on S3:
-    ~/.local/share/pipelinerl/mlflow.db); `none`: no MLflow. A server's login belongs in MLFLOW_TRACKING_USERNAME and
-    MLFLOW_TRACKING_PASSWORD; it is split off a URI."""
+    """MLflow tracking URI; empty: $MLFLOW_TRACKING_URI, or else a SQLite file under the root (for a root on S3,
+    or if another user owns that file: ~/.local/share/pipelinerl/mlflow.db); `none`: no MLflow. A server's login
+    belongs in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD; it is split off a URI."""
     experiment: str = "pipelinerl"
     """Name of the MLflow experiment that lists the runs. Set to separate studies."""
     register_as: str = Field("", max_length=100, pattern=r"^[^/:.%\"']*$")

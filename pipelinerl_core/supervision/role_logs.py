@@ -57,7 +57,7 @@ class RoleLog:
         """Open the log for the next process of the role; `last_lines` starts here."""
         try:
             stream = self.path.open("ab")
-        except OSError as error:
+        except PermissionError as error:
             raise StoreError(
                 f"cannot write {self.path}: {error.strerror}. Of another user's run, work on a copy: "
                 "`pipelinerl archive RUN --to DIRECTORY`"

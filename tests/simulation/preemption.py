@@ -6,9 +6,11 @@
 
 import ast
 import builtins
+import contextlib
 import gc
 import importlib
 import random
+from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from types import CodeType
 from typing import Any
@@ -24,6 +26,7 @@ _SHARE = 0.003  # of the statements
 
 _rng = random.Random(0)
 _share = 0.0
+_is_paused = False
 
 
 def begin(seed: int, *, is_preemptive: bool) -> None:
@@ -33,8 +36,19 @@ def begin(seed: int, *, is_preemptive: bool) -> None:
     _share = _SHARE if is_preemptive else 0.0
 
 
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Inside, no thread is interrupted and no random number drawn: a run with a trace is the run without."""
+    global _is_paused
+    _is_paused = True
+    try:
+        yield
+    finally:
+        _is_paused = False
+
+
 def _may_preempt() -> None:
-    if not _share or _rng.random() > _share:
+    if not _share or _is_paused or _rng.random() > _share:
         return
     world = primitives._WORLD
     task = world.current if world is not None else None

@@ -464,7 +464,8 @@ class _Logs(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         current = self._simulation.world.current
         name = current.process.name if current is not None else "-"
-        self._simulation.note(f"{name}: {record.getMessage()}")
+        with preemption.paused():  # the texts of objects are made here only
+            self._simulation.note(f"{name}: {record.getMessage()}")
 
 
 @contextlib.contextmanager
