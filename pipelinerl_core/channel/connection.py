@@ -117,7 +117,7 @@ class Connection:
         with self._lock:
             if self.lost is None:
                 self.lost = reason
-            mailboxes = set(self.waiting.values())
+            mailboxes = list(dict.fromkeys(self.waiting.values()))
         for mailbox in mailboxes:
             mailbox.put(Lost(reason))
 

@@ -4,7 +4,6 @@
 """
 
 import argparse
-import logging
 import os
 import sys
 import time
@@ -43,13 +42,11 @@ def main() -> int:
     install()
     from tests.simulation.run import quiet, simulate
 
-    logging.disable(logging.CRITICAL)
     if chosen.seed is not None:
         kept = shrunk(chosen.seed, chosen.steps, chosen.faults) if chosen.shrink else None
-        logging.disable(logging.NOTSET)
         with quiet():
             run = simulate(chosen.seed, chosen.steps, chosen.faults, kept, has_logs=True)
-        sys.stdout.write("\n".join([*run.trace, *run.errors, ""]))
+        sys.stdout.write("\n".join([*run.trace, *run.errors, f"end of the run {run.digest}", ""]))
         return 1 if run.errors else 0
     begun, num_runs, bad = time.monotonic(), 0, []
     reached: Counter[str] = Counter()

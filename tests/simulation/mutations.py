@@ -156,33 +156,53 @@ def chosen_branches(number: int, seed: int) -> Iterator[tuple[str, tuple[Edit, .
         )
 
 
-def first_failure(edits: tuple[Edit, ...], num_seeds: int, seconds: float) -> str:
-    """Runs seeds 0, 1, ... of a copy of the project with a defect until a run fails."""
+@contextlib.contextmanager
+def copied() -> Iterator[Path]:
+    """A copy of the project, as links; it keeps the compiled modules that no defect changes."""
     with tempfile.TemporaryDirectory() as temporary:
         for name in ("pipelinerl_core", "tests"):
             shutil.copytree(ROOT / name, Path(temporary, name), copy_function=os.symlink,
                             ignore=shutil.ignore_patterns("__pycache__", "golden"))  # fmt: skip
-        for edit in edits:
-            path = Path(
-                temporary, edit.module if edit.module.startswith("tests/") else f"pipelinerl_core/{edit.module}"
-            )
+        yield Path(temporary)
+
+
+@contextlib.contextmanager
+def planted(copy: Path, edits: tuple[Edit, ...]) -> Iterator[None]:
+    """Inside, the copy has a defect."""
+    paths = [
+        copy / (edit.module if edit.module.startswith("tests/") else f"pipelinerl_core/{edit.module}")
+        for edit in edits
+    ]
+    links = {path: path.readlink() for path in paths}
+    try:
+        for path, edit in zip(paths, edits, strict=True):
             text = path.read_text()
             assert text.count(edit.old) == 1, edit
             path.unlink()
             path.write_text(text.replace(edit.old, edit.new))
-        command = [sys.executable, "-m", "tests.simulation", "--seeds", str(num_seeds), "--until-failure"]
-        environment = {**os.environ, "PYTHONPATH": temporary, "PYTHONHASHSEED": "0"}
-        process = subprocess.Popen(command, cwd=temporary, env=environment, text=True, start_new_session=True,
-                                   stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
-        try:
-            output, _ = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            return f"not found within {seconds:.0f} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        failed = [line for line in output.splitlines() if line.startswith("seed ")]
-        return (failed or [output.strip()[-160:]])[0][:160]
+        yield
+    finally:
+        for path, original in links.items():
+            path.unlink(missing_ok=True)
+            path.symlink_to(original)
+
+
+def first_failure(copy: Path, num_seeds: int, seconds: float) -> str:
+    """Runs seeds 0, 1, ... of a copy of the project until a run fails."""
+    command = [sys.executable, "-m", "tests.simulation", "--seeds", str(num_seeds), "--until-failure"]
+    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, cwd=copy, env=environment, text=True, start_new_session=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired as late:
+        counts = [line for line in bytes(late.stdout or b"").decode().splitlines() if " runs, " in line]
+        return f"not found within {seconds:.0f} s ({counts[-1] if counts else 'fewer than 100 runs'})"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    failed = [line for line in output.splitlines() if line.startswith("seed ")]
+    return (failed or [output.strip()[-160:]])[0][:160]
 
 
 def main() -> int:
@@ -193,12 +213,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600.0, help="time for each defect, at most")
     parser.add_argument("--only", default="", help="defects whose description contains this text")
     chosen = parser.parse_args()
-    for name, edits in [*DEFECTS.items(), *chosen_branches(chosen.branches, chosen.seed)]:
-        if chosen.only in name:
-            begun = time.monotonic()
-            result = first_failure(edits, chosen.seeds, chosen.seconds)
-            sys.stdout.write(f"{name}: {result} ({time.monotonic() - begun:.0f} s)\n")
-            sys.stdout.flush()
+    with copied() as copy:
+        for name, edits in [*DEFECTS.items(), *chosen_branches(chosen.branches, chosen.seed)]:
+            if chosen.only in name:
+                begun = time.monotonic()
+                with planted(copy, edits):
+                    result = first_failure(copy, chosen.seeds, chosen.seconds)
+                sys.stdout.write(f"{name}: {result} ({time.monotonic() - begun:.0f} s)\n")
+                sys.stdout.flush()
     return 0
 
 

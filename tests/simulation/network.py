@@ -21,6 +21,10 @@ class Network:
     """Servers by URL."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a run."""
         self.servers: dict[str, SimulatedFlight] = {}
         self.loses = 0.0
         """Share of the messages that are lost."""

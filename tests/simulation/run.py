@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import io
 import logging
 import random
@@ -155,9 +156,15 @@ class Simulation:
         self.reached: Counter[str] = Counter()
         """What the run has done -> how often."""
         self.trace: list[str] = []
-        NETWORK.servers.clear()
         for name in self.names:
             self.start(name)
+
+    @property
+    def digest(self) -> str:
+        """Of the store, the time and the choices at the end: a run with the same digest is the same run."""
+        state = f"{self.world.now} {self.world.rng.random()}".encode()
+        objects = (name.encode() + value for name, value in sorted(self.disk.objects.items()))
+        return hashlib.sha256(b"".join([state, *objects])).hexdigest()[:12]
 
     def scorer(self) -> ScriptedScorer:
         return ScriptedScorer(fails=self.settings.has_errors)
@@ -483,6 +490,16 @@ def logged(simulation: Simulation) -> Iterator[None]:
         logger.propagate = True
 
 
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Inside, no text of a log line is made."""
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
 def simulate(
     seed: int, steps: int = 20, num_faults: int = 0, kept: Sequence[int] | None = None, *, has_logs: bool = False
 ) -> Simulation:
@@ -509,7 +526,7 @@ def simulated(
     config = settings.config
     own, box = World(seed), []
     preemption.begin(seed, is_preemptive=settings.is_preemptive)
-    NETWORK.loses = 0.0
+    NETWORK.begin()
     with (
         installed(), replaced_machinery(lambda: box[0], settings), running(own), contextlib.ExitStack() as logs
     ):  # fmt: skip
@@ -519,7 +536,7 @@ def simulated(
         faults = plan(seed, num_faults, config.trainer.steps, until)
         schedule(simulation, faults if kept is None else [faults[index] for index in kept])
         try:
-            logs.enter_context(logged(simulation) if has_logs else contextlib.nullcontext())
+            logs.enter_context(logged(simulation) if has_logs else unlogged())
             own.run(until=900.0)
             paused = max(process.paused_until for process in simulation.pids.values())
             own.run(until=paused + 900.0)
