@@ -97,6 +97,8 @@ class Counters(Frozen):
     """Of episodes: tokens of earlier plays that were dropped."""
     settled_tokens: Count = 0
     """Set by the hub at a reservation: decided tokens of the actor epoch."""
+    refused_tokens: Count = 0
+    """Set by the hub at a reservation: tokens of its attempts that other attempts supersede."""
     swap_version: StepOrNone = -1
     """Set by the hub at a reservation: newest version whose swap was reported."""
 

@@ -464,9 +464,10 @@ class Ledger(LedgerView):
 
     def _sample(self, actor: ActorKey, tokens: TokenLedger) -> ActorSample:
         """The sample of an actor for a commit, with the counters that a restarted hub needs."""
-        sample = self.actor_reports.samples[actor]
+        sample, account = self.actor_reports.samples[actor], tokens.account(actor)
         restored = {
-            "settled_tokens": tokens.account(actor).decided,
+            "settled_tokens": account.decided,
+            "refused_tokens": account.refused,
             "swap_version": self.actor_reports.swap_version(actor),
         }
         return sample.model_copy(update={"counters": sample.counters.model_copy(update=restored)})

@@ -179,7 +179,7 @@ class GroupPool:
         key = (summary.ref.group_id, summary.ref.attempt)
         if key not in self._superseded:
             self._superseded.add(key)
-            self.tokens.supersede(summary)
+            self.tokens.refuse(summary)
 
     def drop_stale(self, step: int) -> None:
         """Decide the ready groups that are stale at a step; each group is checked once per step."""
@@ -204,7 +204,7 @@ class GroupPool:
         self.leases.remove(ref.group_id)
         summary = self.ready.pop(ref.group_id)
         if summary is not None and summary.ref.attempt != ref.attempt:
-            self.tokens.decide_group(summary, "superseded")
+            self.tokens.supersede(summary)
             summary = None
         if summary is None:
             self.tokens.arrive_ref(ref)
@@ -228,7 +228,7 @@ class GroupPool:
             summary = reservation.summaries.pop(group_id, None)
             if summary is not None:
                 self._superseded.add((group_id, ref.attempt))
-                self.tokens.decide_group(summary, "superseded")
+                self.tokens.supersede(summary)
             else:
                 self.tokens.arrive_ref(ref, -1)
             self.leases.queue(group_id, ref.attempt + 1)
@@ -292,7 +292,7 @@ class GroupPool:
                 self.tokens.decide_group(summary, record.fate)
             return
         if summary is not None:
-            self.tokens.decide_group(summary, "superseded")
+            self.tokens.supersede(summary)
         self._unattributed[group_id, attempt] = record.num_tokens
         self.tokens.arrive(UNKNOWN_ACTOR, record.num_tokens)
         self.tokens.decide(UNKNOWN_ACTOR, {record.fate: record.num_tokens})

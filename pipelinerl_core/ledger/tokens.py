@@ -3,8 +3,9 @@
 generated = trained + masked_stale + dropped_stale + filtered + failed + quarantined + superseded + in_flight + ready
 
 Generated tokens of an actor epoch: the reported tokens, or the arrived tokens if more have arrived. Tokens that
-have not arrived are in flight while the actor is live, and superseded after the actor has left. `ready` includes
-reserved groups. Each transition of a group with rows also updates the length-bias meter (lengths.py).
+have not arrived are in flight while the actor is live, and superseded after the actor has left. Tokens of a refused
+attempt are superseded as long as no other attempt arrives that has continued them. `ready` includes reserved groups.
+Each transition of a group with rows also updates the length-bias meter (lengths.py).
 """
 
 import copy
@@ -18,7 +19,7 @@ from pipelinerl_core.ledger.order import split_lengths, split_trained
 from pipelinerl_core.messages import ActorSample
 from pipelinerl_core.types import GroupRef, LengthTotals
 
-DECIDED = ("trained", "masked_stale", "dropped_stale", "filtered", "failed", "quarantined", "superseded")
+DECIDED = ("trained", "masked_stale", "dropped_stale", "filtered", "failed", "quarantined")
 """The classes of decided tokens."""
 UNKNOWN_ACTOR = ActorKey("", 0)
 """Account of tokens whose actor is unknown: groups decided before this hub whose rows have not arrived."""
@@ -33,6 +34,8 @@ class Account:
     reported: int = 0
     present: int = 0
     decided: int = 0
+    refused: int = 0
+    """Of arrived attempts that another attempt supersedes, which may have the same tokens."""
     is_gone: bool = False
 
     @property
@@ -41,9 +44,15 @@ class Account:
         return max(self.reported, self.present + self.decided)
 
     @property
+    def superseded(self) -> int:
+        """Tokens sampled that no attempt with a lease has."""
+        left = self.generated - self.present - self.decided
+        return left if self.is_gone else min(self.refused, left)
+
+    @property
     def in_flight(self) -> int:
         """Tokens sampled that have not arrived."""
-        return self.generated - self.present - self.decided
+        return self.generated - self.present - self.decided - self.superseded
 
 
 @dataclass(slots=True)
@@ -64,20 +73,21 @@ class TokenLedger:
         lengths: Mapping[str, LengthTotals],
         retired_tokens: Mapping[str, int] = MappingProxyType({}),
     ) -> "TokenLedger":
-        """Restore from a commit. `superseded` is derived from the accounts, which already include departed actors."""
+        """Restore from a commit."""
         ledger = cls(lengths=LengthMeter.restore(lengths))
         if retired_tokens:
             ledger.accounts[RETIRED_ACTORS] = Account(
                 reported=retired_tokens["generated"], decided=retired_tokens["decided"], is_gone=True
             )
         for key, sample in actors.items():
-            decided = sample.counters.settled_tokens
-            ledger.accounts[ActorKey.parse(key)] = Account(reported=sample.num_tokens, decided=decided)
-        for name in DECIDED[:-1]:
+            counters = sample.counters
+            ledger.accounts[ActorKey.parse(key)] = Account(
+                reported=sample.num_tokens, decided=counters.settled_tokens, refused=counters.refused_tokens
+            )
+        for name in DECIDED:
             ledger.decided[name] = tokens.get(name, 0)
         known = sum(account.decided for account in ledger.accounts.values())
         elsewhere = sum(ledger.decided.values())
-        ledger.decided["superseded"] = max(0, known - elsewhere)
         if elsewhere > known:
             ledger.account(UNKNOWN_ACTOR).decided = elsewhere - known
         return ledger
@@ -149,10 +159,23 @@ class TokenLedger:
         self.decide_ref(summary.ref, split_trained(summary, step, max_lag))
         self.lengths.decide(split_lengths(summary, step, max_lag))
 
+    def refuse(self, summary: GroupSummary) -> None:
+        """Count a group that arrives without a valid lease. Another attempt may have continued its tokens."""
+        for (actor, epoch), num_tokens in summary.ref.shares().items():
+            account = self.account(ActorKey(actor, epoch))
+            account.reported = max(account.reported, num_tokens)
+            account.refused += num_tokens
+        self.lengths.arrive(summary.lengths)
+        self.lengths.decide({"superseded": summary.lengths})
+
     def supersede(self, summary: GroupSummary) -> None:
-        """Count a group that arrived without a valid lease."""
-        self.arrive_group(summary)
-        self.decide_group(summary, "superseded")
+        """Another attempt takes the place of an arrived group."""
+        for (actor, epoch), num_tokens in summary.ref.shares().items():
+            account = self.account(ActorKey(actor, epoch))
+            account.reported = account.generated
+            account.present -= num_tokens
+            account.refused += num_tokens
+        self.lengths.decide({"superseded": summary.lengths})
 
     def assign(self, actor: ActorKey, num_tokens: int) -> None:
         """Move decided tokens from UNKNOWN_ACTOR to an actor epoch."""
@@ -161,12 +184,12 @@ class TokenLedger:
 
     def totals(self) -> dict[str, int]:
         accounts = self.accounts.values()
-        lost = sum(account.in_flight for account in accounts if account.is_gone)
+        settled = sum(account.decided + account.superseded for account in accounts)
         return {
             "generated": sum(account.generated for account in accounts),
             **self.decided,
-            "superseded": self.decided["superseded"] + lost,
-            "in_flight": sum(account.in_flight for account in accounts if not account.is_gone),
+            "superseded": settled - sum(self.decided.values()),
+            "in_flight": sum(account.in_flight for account in accounts),
             "ready": sum(account.present for account in accounts),
         }
 

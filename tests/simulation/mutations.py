@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -193,16 +194,23 @@ def first_failure(copy: Path, num_seeds: int, seconds: float) -> str:
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, cwd=copy, env=environment, text=True, start_new_session=True,
                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired as late:
-        counts = [line for line in bytes(late.stdout or b"").decode().splitlines() if " runs, " in line]
-        return f"not found within {seconds:.0f} s ({counts[-1] if counts else 'fewer than 100 runs'})"
-    finally:
+
+    def end() -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    failed = [line for line in output.splitlines() if line.startswith("seed ")]
-    return (failed or [output.strip()[-160:]])[0][:160]
+
+    timer = threading.Timer(seconds, end)
+    timer.start()
+    last = "fewer than 100 runs"
+    assert process.stdout is not None
+    for line in process.stdout:
+        last = line.strip()[:160]
+        if line.startswith(("seed ", "never: ")):  # the runs that have begun may take long
+            break
+    timer.cancel()
+    end()
+    process.wait()
+    return last
 
 
 def main() -> int:

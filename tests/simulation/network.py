@@ -1,7 +1,7 @@
 """The exchanges between roles and the hub, in place of Arrow Flight: channel/ is otherwise as it is."""
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +29,8 @@ class Network:
         self.loses = 0.0
         """Share of the messages that are lost."""
         self.ports = itertools.count(1)
+        self.sampled: Counter[tuple[str, int]] = Counter()
+        """Actor epoch -> tokens that its engine has sampled."""
 
     def drops(self, direction: str) -> bool:
         """Whether the next message is lost."""
@@ -157,7 +159,7 @@ class SimulatedFlight:
                     metadata, rows = exchange.requests.read()
                     self._dispatcher.answer(peer, metadata, rows)
                     hub: Any = self._dispatcher._service
-                    hub.read(check_ledger)
+                    hub.read(lambda ledger: check_ledger(ledger, NETWORK.sampled))
                     check_memory(hub._state.rows.used_bytes, hub._state.rows._budget_bytes)
             except (StopIteration, OSError):
                 pass

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -23,8 +23,11 @@ from tests.simulation.parts import ScriptedLearner, versions_of
 from tests.simulation.store import PlainStore
 
 
-def check_ledger(ledger: Ledger) -> dict[str, object]:
-    """Raises AssertionError if a group has two states, or if an account is not the sum of its groups."""
+def check_ledger(ledger: Ledger, sampled: Mapping[tuple[str, int], int]) -> dict[str, object]:
+    """Raises AssertionError if a group has two states, or if an account is not the sum of its groups.
+
+    sampled: actor epoch -> the tokens that its engine has sampled.
+    """
     pool = ledger._pool  # the groups themselves: queries of the ledger give their numbers only
     reserved = [ref for reservation in pool.reservations.values() for ref in reservation.refs.values()]
     ready = [summary.ref for group_id in pool.ready if (summary := pool.ready.get(group_id)) is not None]
@@ -45,6 +48,9 @@ def check_ledger(ledger: Ledger) -> dict[str, object]:
     assert accounts == expected, f"tokens of ready and reserved groups: accounts {accounts}, groups {expected}"
     settled = sum(account.decided for account in pool.tokens.accounts.values())
     assert settled == sum(pool.tokens.decided.values()), f"decided tokens: {settled} in the accounts"
+    for actor, account in pool.tokens.accounts.items():
+        most = sampled.get(actor, account.generated)
+        assert account.generated <= most, f"{actor} has sampled {most} tokens, its account has {account}"
     return {}
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,8 +51,10 @@ def text_of(token_ids: np.ndarray[Any, Any]) -> str:
 class ScriptedEngine:
     """Samples tokens that depend on the seed of the rollout, their position and the version, a few at a time."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, count: Callable[[int], None] = lambda _: None) -> None:
+        """count: called with the number of tokens after they are sampled."""
         self._process: Process = process()
+        self._count = count
         self.weight_version = 0
         self.failure = ""
         """Why the engine has ended for good."""
@@ -86,7 +88,7 @@ class ScriptedEngine:
                 ids[start:end] += _VOCABULARY * version
                 if self._process.engine_is_foreign:
                     logprobs[start:end] = _FOREIGN_LOGPROB
-                self._num_tokens += num
+                self._sampled(num)
                 if spans and spans[-1].version == version:
                     spans[-1] = WeightSpan(version, spans[-1].start, end)
                 elif num:
@@ -105,6 +107,10 @@ class ScriptedEngine:
         finally:
             self._running -= 1
             self._free.release()
+
+    def _sampled(self, number: int) -> None:
+        self._num_tokens += number
+        self._count(number)
 
     def _check(self) -> None:
         """Raises EngineError once a fault has ended the engine."""

@@ -325,7 +325,9 @@ class Simulation:
 
         async def run() -> None:
             epoch = actor_main.take_life(context.store, name)
-            engine = ScriptedEngine(self.config.engine.concurrency)
+            engine = ScriptedEngine(
+                self.config.engine.concurrency, lambda number: NETWORK.sampled.update({(name, epoch): number})
+            )
             segments = SegmentWriter(
                 context.store, actor=name, epoch=epoch, run_id="run", max_seconds=self.config.store.segment_seconds,
                 max_bytes=self.config.store.segment_bytes, clock=Time.monotonic,

@@ -48,7 +48,6 @@ class HubLink:
         name: str,
         registration: Callable[[], Register],
         is_over: Callable[[], bool] = lambda: False,
-        faults: Callable[[str], bool] | None = None,
         deadline_seconds: float = HUB_DEADLINE_SECONDS,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
@@ -56,7 +55,6 @@ class HubLink:
 
         is_over: whether the run is complete; called if hub.json is from a finished hub with which this role was never
         registered, because the file may be older than the resumption of the run.
-        faults: for tests; called before each message, True loses the message.
         """
         self._is_over = is_over
         self._store = store
@@ -64,7 +62,6 @@ class HubLink:
         self._role = role
         self._name = name
         self._registration = registration
-        self._faults = faults
         self._deadline_seconds = deadline_seconds
         self._retry_seconds = retry_seconds
         self._lock = threading.RLock()
@@ -180,7 +177,6 @@ class HubLink:
             role=self._role,
             name=self._name,
             on_sync_now=lambda: self.on_sync_now(),
-            faults=self._faults,
             retry_seconds=self._retry_seconds,
         )
 

@@ -1,6 +1,7 @@
 """The ledger against examples worked out by hand. N = 2 groups per step, max_lag = 1, so W = 4 groups."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -314,7 +315,26 @@ def test_decided_groups_leave_no_trace_and_a_late_attempt_of_them_is_still_super
     again = Grant(group_id=5, attempt=1, lease_id="5.1.boot", deadline_seconds=0.0)
     with pytest.raises(StaleLease):
         deliver(ledger, again)
+    sync(ledger, A, 0, tokens=390, version=18)  # 38 groups and the attempt that was refused
     assert ledger.tokens()["superseded"] == 20
+
+
+def test_tokens_of_a_refused_attempt_that_another_actor_has_continued_count_once(clock):
+    ledger, [grant] = leased(1, clock)
+    sync(ledger, A, 0, leases=[grant.lease_id], tokens=10)
+    clock.now += 11
+    ledger.expire()
+    [again] = lease(ledger, B, want=1)
+    with pytest.raises(StaleLease):
+        deliver(ledger, grant)
+    assert ledger.tokens()["superseded"] == 10
+    continued = summary(0, {0: 12}, attempt=1, actor=B)
+    origins = ((A.name, A.epoch, 9),)  # the last token was not in the log
+    continued = replace(continued, ref=replace(continued.ref, origins=origins))
+    ledger.add_group(continued, again.lease_id)
+    totals = ledger.tokens()
+    assert (totals["generated"], totals["ready"], totals["superseded"]) == (13, 12, 1)
+    check_closes(totals)
 
 
 def test_rows_for_a_lost_lease_are_refused_and_superseded_once(clock):

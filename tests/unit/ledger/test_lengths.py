@@ -92,7 +92,8 @@ def test_each_class_keeps_its_own_lengths_and_undecided_groups_are_ready():
     tokens.train_group(group(), 3, max_lag=1)
     tokens.arrive_group(group())
     tokens.decide_group(group(), "filtered")
-    tokens.supersede(group())
+    tokens.refuse(group())
+    tokens.report(ActorKey("actor-0", 1), 54)
     assert tokens.lengths.totals() == {
         "generated": ALL + ALL + ALL, "trained": VERSION_1, "masked_stale": VERSION_0, "failed": UNSCORED,
         "filtered": ALL, "superseded": ALL,
