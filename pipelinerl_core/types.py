@@ -317,7 +317,7 @@ class Rollout:
     turn_spans: tuple[TurnSpan, ...] = ()
     """Turns in order; loss_mask is False outside of turns. Empty if the whole completion is one turn."""
     turn_rewards: tuple[float, ...] = ()
-    """Parts of the reward that belong to single turns, one per turn_spans; empty without such parts."""
+    """Parts of the reward that belong to single turns, one per turn; empty without such parts."""
     branch_starts: tuple[int, ...] = ()
     """Offsets in the completion where a context begins anew: from there to the next offset, or to the end, nothing
     follows the prompt or an earlier token. Empty: the whole completion follows the prompt."""

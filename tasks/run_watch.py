@@ -259,12 +259,14 @@ class RunWatch:
         trainer.equal_reward_steps, drain."""
         reward = equal_reward(self.commits.values(), WARN_STEPS)
         config = self._run.config
+        if reward is None or config.trains_equal_rewards:
+            return
         limit = max(WARN_STEPS, config.trainer.equal_reward_steps) if config.trainer.equal_reward_steps else 0
         is_reached = self._start_step < limit <= self.committed_step < config.trainer.steps
-        if reward is not None and is_reached and not config.other_term and not wants_drain(self._run.store):
+        if is_reached and not wants_drain(self._run.store):
             logger.warning("the run drains: its rewards are all equal (trainer.equal_reward_steps=%d)", limit)
             ask_to_drain(self._run.store, by=f"trainer.equal_reward_steps={config.trainer.equal_reward_steps}")
-        if reward is None or config.other_term or self._has_warned:
+        if self._has_warned:
             return
         self._has_warned = True
         document = config.model_dump(mode="json")

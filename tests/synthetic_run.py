@@ -72,9 +72,14 @@ class Shape:
     finish_reason: FinishReason = FinishReason.STOP
 
 
-def decode(token_id: int) -> str:
-    """Text of one token."""
-    return ALPHABET[token_id] if token_id < len(ALPHABET) else "<end>"
+def decode(token_ids: Sequence[int]) -> str:
+    """Text of tokens."""
+    return "".join(ALPHABET[token_id] if token_id < len(ALPHABET) else "<end>" for token_id in token_ids)
+
+
+def text_of_ids(token_ids: Sequence[int]) -> str:
+    """Text of tokens that are code points."""
+    return "".join(map(chr, token_ids))
 
 
 def encode(text: str) -> np.ndarray:

@@ -447,6 +447,11 @@ def _weights_problem(config: Settings) -> str | None:
             "weights.transport=nccl broadcasts between GPUs, but placement.share_gpu gives trainer and actor the "
             "same GPU. Set weights.transport=shm"
         )
+    if config.weights.is_broadcast and config.engine.kv == "drain":
+        return (
+            "weights.transport=nccl waits weights.broadcast_seconds for each engine, but engine.kv=drain first "
+            "finishes the running sequences. Set engine.kv=keep or recompute, or weights.transport=shm"
+        )
     if config.weights.content != "adapters":
         return None
     if not config.learner.lora_rank:

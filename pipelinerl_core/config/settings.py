@@ -190,6 +190,14 @@ class Settings(Section):
         return self.model_copy(update={"prompts": prompts, "mixture": {}, **sets})
 
     @property
+    def trains_equal_rewards(self) -> bool:
+        """Whether rollouts of equal rewards may have a gradient: by another term of the loss, or by advantages that
+        depend on more than the rewards of their rollouts."""
+        loss = self.loss
+        own = loss.has_own_advantages or loss.decouples_components or loss.credits_turns
+        return bool(self.other_term) or own or any(part.reward.overlong_tokens for part in self.parts.values())
+
+    @property
     def other_term(self) -> str:
         """The setting of a term of the loss that is no multiple of the advantage: such a term has a gradient also in
         rollouts of equal rewards. Empty without such a term."""

@@ -217,8 +217,9 @@ def _check_turn_rewards(columns: _Columns) -> None:
     has_rewards_R = _is_valid(columns["turn_rewards"])
     offsets_R, value_S = flat_list(columns["turn_rewards"])
     nums_R, turns_R = _sizes(offsets_R), _sizes(flat_structs(columns["turn_spans"])[0])
-    rule = "has {} numbers for {} turns; null, or one for each of at least two turns"
-    _require(~has_rewards_R | ((nums_R == turns_R) & (turns_R > 1)), "turn_rewards", rule, nums_R, turns_R)
+    turns_R = np.maximum(turns_R, 1)  # no spans: one turn
+    rule = "has {} numbers for {} turns; null, or one for each turn"
+    _require(~has_rewards_R | (nums_R == turns_R), "turn_rewards", rule, nums_R, turns_R)
     rule = f"holds {{}}; finite numbers within {MAX_REWARD:g} of 0"
     _require(np.abs(value_S) <= MAX_REWARD, "turn_rewards", rule, value_S, offsets_R=offsets_R)
 

@@ -59,7 +59,7 @@ class GroupSummary:
     rewards: tuple[float, ...]
     """Rewards of the scored rollouts."""
     has_turn_rewards: bool = False
-    """Whether parts of a reward belong to single turns."""
+    """Whether parts of a reward belong to single turns of several."""
     tokens_by_version: Mapping[int, int] = field(default_factory=dict)
     """Completion tokens of the scored rollouts per weight version that sampled them."""
     lengths_by_version: Mapping[int, LengthTotals] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 import difflib
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from string import Formatter
 from typing import Any
@@ -68,13 +68,6 @@ class Rows:
             self.num_empty_answers += answer == ""
             if len(self._first_answers) < 2:
                 self._first_answers.add(answer if answer is None else str(answer))
-
-    def first_rows(self) -> dict[str, int]:
-        """Prompt id -> first row with this prompt, in the order of the table."""
-        first: dict[str, int] = {}
-        for row, identity in enumerate(self.ids):
-            first.setdefault(identity, row)
-        return first
 
     def text(self, row: int) -> str:
         """The prompt of a row as shown to the model."""
@@ -182,6 +175,14 @@ class Rows:
         )
 
 
+def _first(keys: Iterable[str]) -> dict[str, int]:
+    """Key -> its first position, in order."""
+    first: dict[str, int] = {}
+    for position, key in enumerate(keys):
+        first.setdefault(key, position)
+    return first
+
+
 class TableSource:
     """Endless passes over the training rows, each pass in another order."""
 
@@ -194,8 +195,11 @@ class TableSource:
         self.name = name
         self._seed = seed
         self._rows, self._held_out_rows = rows, held_out or rows
-        chosen = held_out_ids(rows.ids, share) if held_out is None else set(held_out.ids)
-        self._held_out = [row for identity, row in self._held_out_rows.first_rows().items() if identity in chosen]
+        if held_out is None:
+            chosen = held_out_ids(rows.ids, share)
+            self._held_out = [row for identity, row in _first(rows.ids).items() if identity in chosen]
+        else:  # the user has chosen them: prompts of the same text may differ in the answer
+            self._held_out = list(_first(held_out.row_hashes).values())
         self._training = np.arange(len(rows.ids))
         self._order = lru_cache(maxsize=2)(self._pass_order)
         self._left_out: list[str] = []

@@ -47,13 +47,13 @@ def equal_reward(commits: Iterable[Commit], min_steps: int = 1) -> float | None:
 
 
 def run_equal_reward(commits: Iterable[Commit], config: Mapping[str, Any], *, is_over: bool) -> float | None:
-    """`equal_reward`, if this means that nothing is learned: not with a term of the loss beside the advantage.
+    """`equal_reward`, if this means that nothing is learned (`RunConfig.trains_equal_rewards`).
 
     config: the stored configuration. is_over: False: the rewards of at least WARN_STEPS steps must be equal.
     """
     reward = equal_reward(commits, 1 if is_over else WARN_STEPS)
     with suppress(PipelineRLError):  # of another release
-        if reward is not None and build_config(config).other_term:
+        if reward is not None and build_config(config).trains_equal_rewards:
             return None
     return reward
 

@@ -15,7 +15,7 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.report.diagnosis import Decoder
 from pipelinerl_core.report.facts import TrainedRollout
 from pipelinerl_core.report.runs_page import document
-from pipelinerl_core.report.samples import Decode, plain_text, rollout_block, visible
+from pipelinerl_core.report.samples import Decode, plain_text, rollout_block, token_texts, visible
 from pipelinerl_core.report.trace import Place, TracedRow, TracedRun, rollout_of, trace_lines
 from pipelinerl_core.types import FinishReason, Outcome
 
@@ -311,8 +311,7 @@ def _tokens(row: TracedRow, decode: Decode | None, colours: str) -> str:
     }[colours]
     turns = {turn.start for turn in own.turn_spans}
     pieces = []
-    for place in range(num):
-        text = visible(plain_text(own.completion_token_ids[place : place + 1], decode))
+    for place, text in enumerate(map(visible, token_texts(own.completion_token_ids[:num], decode))):
         mark = '</pre><p class="part">turn</p><pre>' if place in turns and place else ""
         if not own.loss_mask[place]:
             pieces.append(f'{mark}<span class="prompt" title="{place}: given by the environment">{text}</span>')

@@ -22,7 +22,7 @@ from pipelinerl_core.types import TurnSpan
 
 logger = logging.getLogger(__name__)
 
-Decode = Callable[[int], str]
+Decode = Callable[[Sequence[int]], str]
 Samples = Sequence[Mapping[str, Any]]
 """Recorded completions of an evaluation (EvalRecord.samples)."""
 
@@ -37,17 +37,20 @@ _COLUMN_CHARS = 80
 _NUM_TINTS = 6
 _GIVEN = 'class="prompt" title="given by the environment"'
 _RETURN = "&#8629;\n"
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_MAX_PER_CHARACTER = 4
+"""A character has up to four bytes, of one token each."""
 
 
 def token_decoder(model_path: str) -> Decode | None:
-    """A function from token id to text, by the tokenizer of `model.path`; None without it.
+    """A function from token ids to text, by the tokenizer of `model.path`; None without it.
 
     Raises ConfigError for an unknown built-in model.
     """
     tokenizer = find_tokenizer(model_path)
     if tokenizer is None:
         return None
-    return lambda token_id: str(tokenizer.decode([token_id], skip_special_tokens=False))
+    return lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
 
 def find_tokenizer(model_path: str) -> Tokenizer | None:
@@ -282,29 +285,31 @@ def rollout_block(row: TrainedRollout, decode: Decode | None) -> str:
         f"{_badge(row.reward)} group {row.group_id}, rollout {row.rollout_index}, {escape(row.actor)}; "
         f"{num} tokens: {versions}"
     )
-    parts = [("prompt", f'<span class="prompt">{_text(row.prompt_token_ids, decode)}</span>')]
+    prompt = visible(plain_text(row.prompt_token_ids, decode))
+    parts = [("prompt", f'<span class="prompt">{prompt}</span>')]
+    texts = token_texts(row.completion_token_ids[:_MAX_TOKENS], decode)
     begin = 0
     for number, turn in enumerate(row.turn_spans or [TurnSpan(0, num)]):
         is_branch = any(begin <= start < turn.end for start in row.branch_starts)
         reward = row.turn_rewards[number] if row.turn_rewards else None
         title = _turn_title(number, reward, is_branch=is_branch) if row.turn_spans else "completion"
         if begin < _MAX_TOKENS:
-            parts.append((title, _tokens(row, begin, min(turn.end, _MAX_TOKENS), decode)))
+            parts.append((title, _tokens(row, begin, min(turn.end, _MAX_TOKENS), texts)))
         begin = turn.end
     if begin < min(num, _MAX_TOKENS):
-        parts.append(("given after the last turn", _tokens(row, begin, min(num, _MAX_TOKENS), decode)))
+        parts.append(("given after the last turn", _tokens(row, begin, min(num, _MAX_TOKENS), texts)))
     if num > _MAX_TOKENS:
         parts.append((f"{num - _MAX_TOKENS} more tokens", ""))
     return _parts(meta, task_columns(row.task), plain_text(row.prompt_token_ids, decode), parts)
 
 
-def _tokens(row: TrainedRollout, first: int, last: int, decode: Decode | None) -> str:
+def _tokens(row: TrainedRollout, first: int, last: int, texts: Sequence[str]) -> str:
     """The completion tokens [first, last), each run of the same version and use in its colour."""
     use_C = row.loss_mask.astype(np.int8) + row.loss_mask_trained
     pieces = []
     for version, start, end in row.weight_spans:
         for begin, stop in _runs(use_C, max(start, first), min(end, last)):
-            text = _text(row.completion_token_ids[begin:stop], decode)
+            text = visible("".join(texts[begin:stop]))
             stale = "" if row.loss_mask_trained[begin] else " stale"
             look = f'class="v{version % _NUM_TINTS}{stale}" title="version {version}"'
             pieces.append(f"<span {look if row.loss_mask[begin] else _GIVEN}>{text}</span>")
@@ -320,16 +325,30 @@ def _runs(use_C: np.ndarray, start: int, end: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-def _text(token_ids: np.ndarray, decode: Decode | None) -> str:
-    text = plain_text(token_ids, decode)
-    return text if decode is None else visible(text)
-
-
 def plain_text(token_ids: np.ndarray, decode: Decode | None) -> str:
     """The text of tokens; token ids if `decode` is None."""
     if decode is None:
         return "".join(f"{token_id} " for token_id in token_ids.tolist())
-    return "".join(decode(token_id) for token_id in token_ids.tolist())
+    return decode(token_ids.tolist())
+
+
+def token_texts(token_ids: np.ndarray, decode: Decode | None) -> list[str]:
+    """The text that each token adds to the text of the tokens before it; token ids if `decode` is None.
+
+    Several tokens may make one character: the last of them has its text, the others have none.
+    """
+    ids = token_ids.tolist()
+    if decode is None:
+        return [f"{token_id} " for token_id in ids]
+    texts: list[str] = []
+    first = begin = 0  # the text of a token may depend on the token before it
+    for end in range(1, len(ids) + 1):
+        text = decode(ids[first:end])[len(decode(ids[first:begin])) :]
+        is_open = text.endswith(_INCOMPLETE) and end - begin < _MAX_PER_CHARACTER and end < len(ids)
+        texts.append("" if is_open else text)
+        if not is_open:
+            first, begin = begin, end
+    return texts
 
 
 def visible(text: str) -> str:

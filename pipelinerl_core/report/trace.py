@@ -21,7 +21,7 @@ from pipelinerl_core.data.trained import TrainedRows
 from pipelinerl_core.errors import ConfigError, MissingObject, PipelineRLError, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import FateRecord, SwapRecord
-from pipelinerl_core.report.samples import plain_text, token_decoder
+from pipelinerl_core.report.samples import plain_text, token_decoder, token_texts
 from pipelinerl_core.rollouts.task_columns import task_columns
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.reading import list_keys
@@ -148,7 +148,7 @@ class TracedRun:
 
     @cached_property
     def decode(self) -> Any:
-        """A function from token id to text; None without the model's tokenizer."""
+        """A function from token ids to text; None without the model's tokenizer."""
         return token_decoder(self.follower.run.model_path)
 
     @property
@@ -341,7 +341,7 @@ class TracedRun:
         ratios_C = row.ratios_C if own.loss_mask[place] else None
         return {
             "position": place, "token_id": int(own.completion_token_ids[place]),
-            "text": plain_text(own.completion_token_ids[place : place + 1], self.decode),
+            "text": token_texts(own.completion_token_ids[: place + 1], self.decode)[place],
             "logprob": float(own.rollout_logprobs[place]) if own.loss_mask[place] else None,
             "version": span.version, **self._sampled_by(own, place, span.version),
             "lag": step["step"] - 1 - span.version if step else None,

@@ -4,13 +4,23 @@ import asyncio
 import inspect
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
+from pipelinerl_core.ranges import MAX_COMPONENTS, MAX_REWARD
 from pipelinerl_core.rewards.verifiers import Components
-from pipelinerl_core.sandbox.user_code import Invalid, checked_components, finite_number, keywords, load
+from pipelinerl_core.sandbox.user_code import (
+    Invalid,
+    checked_components,
+    finite_number,
+    finite_or_none,
+    is_component,
+    keywords,
+    load,
+)
 
 _RUNNER = asyncio.Runner()
 """Of the process: a client that the user's module shares has connections of one event loop."""
@@ -125,9 +135,10 @@ class RewardFunction:
     def _checked(self, result: Any) -> float | Components:
         weights = self._spec.weights
         if self._form is _verl and isinstance(result, Mapping) and "score" in result and not weights:
-            numbers = {name: value for name, value in result.items() if isinstance(value, Real)}
             score = finite_number(result["score"], self._name)
-            return Components(reward=score, values=checked_components(numbers, self._name))
+            others = {name: value for name, value in result.items() if name != "score" and _is_recorded(name, value)}
+            kept = islice(others.items(), MAX_COMPONENTS - 1)
+            return Components(reward=score, values=checked_components({"score": score, **dict(kept)}, self._name))
         if not isinstance(result, Mapping):
             if weights:
                 raise Invalid(
@@ -136,6 +147,14 @@ class RewardFunction:
                 )
             return finite_number(result, self._name)
         return _weighted(result, weights, self._name)
+
+
+def _is_recorded(name: Any, value: Any) -> bool:
+    """Whether a value beside verl's `score`, which is no part of the reward, is recorded."""
+    if not is_component(name) or not isinstance(value, Real):
+        return False
+    number = finite_or_none(value)
+    return number is not None and abs(number) <= MAX_REWARD
 
 
 def _own(text: str, task: Mapping[str, Any]) -> dict[str, Any]:

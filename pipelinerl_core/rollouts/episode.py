@@ -297,8 +297,8 @@ class Episode:
 
     @property
     def turn_rewards(self) -> tuple[float, ...]:
-        """Parts of the reward by turn, one per turn_spans; empty without such parts or with one turn."""
-        return self._turn_rewards if len(self.turn_spans) > 1 else ()
+        """Parts of the reward by turn; empty without such parts."""
+        return self._turn_rewards
 
     @property
     def has_turn(self) -> bool:
@@ -462,15 +462,13 @@ class EpisodePlayer:
 
 def task_of(config: RunConfig, prompt: Prompt) -> Mapping[str, Any]:
     """What an environment gets: the position of a task of its own, or the row of a prompt with the prompt's text,
-    and the conversation of a prompt as `messages`.
-
-    A row may have a column `messages` of its own: the scorer of agent programs reads `prompt_messages`.
-    """
+    and the conversation of a prompt as `messages` and `prompt_messages`: a row may have its own column `messages`."""
     if config.prompts.from_environment:
         return prompt.task
-    messages = {"messages": list(prompt.messages)} if prompt.messages else {}
-    judged = {"prompt_messages": list(prompt.messages)} if prompt.messages and config.environment.is_judged else {}
-    return {**messages, **prompt.task, "prompt": prompt.text, **judged}
+    if not prompt.messages:
+        return {**prompt.task, "prompt": prompt.text}
+    messages = list(prompt.messages)
+    return {"messages": messages, **prompt.task, "prompt": prompt.text, "prompt_messages": messages}
 
 
 def first_tokens(

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.mlflow_login import LOGIN_VARIABLES
 from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import ConfigError
@@ -119,9 +120,9 @@ class RunModels:
         sets = [own.dataset for own in inputs if "eval" in [tag.value for tag in own.tags]]
         measure = [  # what decides whether two accuracies measure the same
             sorted([own.name, own.digest] for own in sets), [own.weight for own in config.mixture.values()],
-            {part: verifier_name(own) for part, own in config.parts.items()},
+            {part: _measure(own.for_evaluation) for part, own in config.parts.items()},
             {key: digest for key, digest in self._run.record.code.items() if not key.startswith("loss.")},
-            [record.temperature, record.top_p, config.eval.max_tokens, record.num_prompts],
+            [record.temperature, record.top_p, record.num_prompts],
         ]  # fmt: skip
         figures = record.model_dump(include={"accuracy", "low", "high", "num_prompts"})
         tag = json.dumps({**figures, "measure": _digest(measure)})
@@ -258,6 +259,13 @@ def _if_there(call: Callable[[], Any]) -> Any:
         if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             return None
         raise
+
+
+def _measure(config: RunConfig) -> list[Any]:
+    """What a reward measures, in the configuration of an evaluation."""
+    reward = config.reward.model_dump(mode="json", include={"weights", "timeout_reward"})
+    environment = config.environment.model_dump(mode="json", exclude={"workers"})
+    return [verifier_name(config), reward, environment, config.rollouts.max_tokens]
 
 
 def _digest(values: Any) -> str:

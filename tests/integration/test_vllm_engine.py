@@ -289,7 +289,10 @@ def test_sequences_outlive_their_engine_core_and_keep_their_tokens(shared):
     assert report.version == 2
 
 
-def test_a_core_that_dies_in_a_swap_comes_back_on_the_old_weights_and_takes_the_new_ones_next_time(shared):
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_core_that_fails_in_a_swap_comes_back_on_the_old_weights_and_takes_the_new_ones_next_time(shared, dies):
+    """A worker that cannot load weights fails the swap, but its core lives."""
+
     async def main():
         engine = await shared(model(), slots=4, max_len=LONGEST)
         await engine.swap(update(1, 1))
@@ -298,12 +301,14 @@ def test_a_core_that_dies_in_a_swap_comes_back_on_the_old_weights_and_takes_the_
         core = engine._keeper.core
         pause = core.pause
 
-        async def die_after_pause(*, clear_cache):
+        async def fail_after_pause(*, clear_cache):
             await pause(clear_cache=clear_cache)
             core.pause = pause
+            if not dies:
+                raise EngineError("out of memory")
             kill_engine_core()
 
-        core.pause = die_after_pause
+        core.pause = fail_after_pause
         with pytest.raises(SwapError, match="no swap to version 2"):
             await engine.swap(update(2, 2))
         assert engine.weight_version == 1

@@ -138,6 +138,7 @@ class VLLMCore:
         """End the old engine core and start one with the weights of the model directory. Raises EngineError."""
         self._num_starts += 1
         loop = asyncio.get_running_loop()
+        self._end_requests()
         await loop.run_in_executor(self._starter, self._stop)
         self.load = replace(self.load, running=0, waiting=0, kv_usage=0.0)
         try:
@@ -149,6 +150,7 @@ class VLLMCore:
 
     async def close(self) -> None:
         """End the engine core; a second call has no effect."""
+        self._end_requests()
         await asyncio.get_running_loop().run_in_executor(self._starter, self._stop)
 
     async def generate(
@@ -333,6 +335,11 @@ class VLLMCore:
             enable_sleep_mode=settings.sleeps,
         )
         return AsyncLLM.from_engine_args(arguments, stat_loggers=[self._stat_logger()])
+
+    def _end_requests(self) -> None:
+        """Let open requests raise CoreDied: of a core that lives, they would wait for ever after its end."""
+        if self.llm is not None:
+            self.llm.output_processor.propagate_error(CoreDied("the engine core is stopped"))
 
     def _stop(self) -> None:
         llm, self.llm = self.llm, None

@@ -56,7 +56,7 @@ class Code:
     async def play(self, task: dict[str, Any], ask: Any, seed: int) -> dict[str, Any]:
         """Which tests passed, and whether the last program ran to its end."""
         tests = self._tests(task)
-        messages = [{"role": "user", "content": task["prompt"]}]
+        messages = list(task.get("prompt_messages") or [{"role": "user", "content": task["prompt"]}])
         results: dict[str, Any] = {}
         for turn in range(1, self._turns + 1):
             try:

@@ -25,7 +25,7 @@ class Math:
 
     async def play(self, task: dict[str, Any], ask: Any, seed: int) -> str:
         """Ask for one turn; returns the reply without its reasoning block."""
-        reply = await ask([{"role": "user", "content": task["prompt"]}])
+        reply = await ask(task.get("prompt_messages") or [{"role": "user", "content": task["prompt"]}])
         return str(reply.content)
 
     def score(self, task: dict[str, Any], transcript: str) -> dict[str, float]:

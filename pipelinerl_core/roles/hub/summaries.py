@@ -47,7 +47,7 @@ def summarize(refs: Sequence[GroupRef], batch: pa.RecordBatch) -> list[GroupSumm
     offsets, fields = flat_structs(batch.column(_SPANS_AT))
     bounds, (versions, starts, ends) = offsets.tolist(), (field.tolist() for field in fields)
     rewards = batch.column(_REWARD_AT).to_pylist()  # null exactly with outcome error
-    turn_rewards = batch.column(_TURN_REWARDS_AT)
+    nums_rewards = (np.diff(batch.column(_TURN_REWARDS_AT).offsets.to_numpy()) > 1).tolist()
     summaries, first = [], 0
     for ref in refs:
         rows = range(first, first + ref.num_rollouts)
@@ -62,7 +62,7 @@ def summarize(refs: Sequence[GroupRef], batch: pa.RecordBatch) -> list[GroupSumm
         summary = GroupSummary(
             ref=ref,
             rewards=tuple([reward for reward in rewards[rows.start : rows.stop] if reward is not None]),
-            has_turn_rewards=turn_rewards.slice(rows.start, len(rows)).null_count < len(rows),
+            has_turn_rewards=any(nums_rewards[rows.start : rows.stop]),
             tokens_by_version={version: total.num_tokens for version, total in totals.items()},
             lengths_by_version=totals,
             lengths_unscored=unscored,

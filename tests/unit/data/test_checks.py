@@ -401,8 +401,7 @@ def test_turns_may_follow_each_other_or_leave_tokens_to_the_environment(turns):
     ("turns", "rewards", "says"),
     [
         ([(0, 2), (2, 5)], (1.0,), "row 1: turn_rewards has 1 numbers for 2 turns; null, or one for each"),
-        ([(0, 5)], (1.0,), "row 1: turn_rewards has 1 numbers for 1 turns"),
-        ([], (1.0,), "row 1: turn_rewards has 1 numbers for 0 turns"),
+        ([], (1.0, 0.0), "row 1: turn_rewards has 2 numbers for 1 turns"),
         ([(0, 2), (2, 5)], (1.0, np.nan), "row 1: turn_rewards holds nan; finite numbers"),
         ([(0, 2), (2, 5)], (1.0, 2e9), "row 1: turn_rewards holds 2000000000.0"),
     ],

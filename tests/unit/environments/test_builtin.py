@@ -77,4 +77,8 @@ def test_mathematics_is_compared_by_value_and_a_hostile_reply_is_interrupted():
     assert right.asked == [([{"role": "user", "content": task["prompt"]}], [])]
     assert [float(result.score) for result in results] == [1.0, 1.0, 0.0, 0.0]
     assert [dict(result.score.components)["parsed"] for result in results] == [1.0, 1.0, 1.0, 0.0]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "And 6/8?"}]
+    conversation = ScriptedHost("3/4")
+    played(None, conversation, task={**task, "prompt_messages": messages}, path="builtin:math")
+    assert conversation.asked == [(messages, [])]
     assert hostile.startswith("environment builtin:math: the environment took more than environment.call_seconds=3 (")

@@ -102,6 +102,13 @@ def test_a_set_of_the_training_file_leaves_nothing_to_train_on_in_one_line(train
         build_source(config).prompt(0)
 
 
+def test_rows_of_a_held_out_file_that_differ_only_beside_the_prompt_are_all_evaluated(tmp_path, train):
+    rows = [{"prompt": "Sum up.", "answer": "", "max_words": number} for number in (1, 2, 3, 3)]
+    own = write(tmp_path / "own.jsonl", rows)
+    source = build_source(configured({"path": train, "held_out_path": own}))
+    assert [prompt.task["max_words"] for prompt in source.held_out(99)] == [1, 2, 3]
+
+
 def test_a_set_that_cannot_be_read_is_named(train):
     config = configured({"path": train}, eval={"sets": {"hard": {"path": "none.jsonl"}}})
     with pytest.raises(ConfigError, match=r"^eval\.sets\.hard: prompts\..*path=none\.jsonl: no such file"):

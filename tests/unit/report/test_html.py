@@ -271,7 +271,9 @@ def test_equal_rewards_teach_nothing_only_without_another_term_of_the_loss_and_a
     assert write_report(store, decode=decode)["equal_reward"] == 0.0
     goes_on = {**run.config, "trainer": {**run.config["trainer"], "steps": 9}}
     teacher = {**run.config, "loss": {**run.config["loss"], "teacher": "builtin:sums"}}
-    for config in (goes_on, teacher):
+    custom = {**run.config, "loss": {**run.config["loss"], "advantage": "turn"}}
+    overlong = {**run.config, "reward": {**run.config["reward"], "overlong_tokens": 2}}
+    for config in (goes_on, teacher, custom, overlong):
         put_record(store, RUN_KEY, run.model_copy(update={"config": config}))
         assert write_report(store, decode=decode)["equal_reward"] is None
 

@@ -19,7 +19,7 @@ def run_of(steps):
 
 def test_rows_are_json_and_describe_the_sampled_rollouts():
     store, commits = run_of(3)
-    table = RolloutTable(store, 3, decode=lambda token_id: chr(97 + token_id % 26))
+    table = RolloutTable(store, 3, decode=lambda ids: "".join(chr(97 + token_id % 26) for token_id in ids))
     assert table.update(commits, limit=10)
     json.dumps(table.rows, allow_nan=False)
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in table.rows]

@@ -9,7 +9,7 @@ from mlflow.exceptions import MlflowException
 from pipelinerl_core.report import rollout_traces
 from pipelinerl_core.report.rollout_traces import log_traces, trace_spans
 from pipelinerl_core.types import RewardComponent, TurnSpan, WeightSpan
-from tests.synthetic_run import trained_rollout
+from tests.synthetic_run import text_of_ids, trained_rollout
 
 
 def codes(text):
@@ -29,7 +29,7 @@ def rollout_with_tool():
 
 
 def test_turns_tools_reward_and_versions_are_spans():
-    root, first, tool, second, reward = trace_spans(rollout_with_tool(), chr)
+    root, first, tool, second, reward = trace_spans(rollout_with_tool(), text_of_ids)
     assert (root["inputs"], root["outputs"], root["versions"], root["step"]) == ("Q", "call42done", [3, 4], 5)
     assert (first["kind"], first["inputs"], first["outputs"], first["versions"], first["reward"]) == (
         "LLM", "Q", "call", [3], 0.0
@@ -45,7 +45,7 @@ def test_turns_tools_reward_and_versions_are_spans():
 def test_a_completion_without_turns_is_one_turn_and_long_texts_are_cut():
     long = np.full(3000, ord("x"))
     single = replace(rollout_with_tool(), turn_spans=(), turn_rewards=(), completion_token_ids=long)
-    root, turn, _ = trace_spans(single, chr)
+    root, turn, _ = trace_spans(single, text_of_ids)
     assert len(root["outputs"]) == len(turn["outputs"]) == 2000
     assert (turn["name"], turn["inputs"]) == ("turn 1", "Q")
 
@@ -53,7 +53,7 @@ def test_a_completion_without_turns_is_one_turn_and_long_texts_are_cut():
 def test_a_component_named_reward_does_not_replace_the_reward():
     components = (RewardComponent("reward", 0.1), RewardComponent("exact", 0.5))
     row = replace(rollout_with_tool(), reward_components=components)
-    assert trace_spans(row, chr)[-1]["outputs"] == {"reward": 0.5, "exact": 0.5}
+    assert trace_spans(row, text_of_ids)[-1]["outputs"] == {"reward": 0.5, "exact": 0.5}
 
 
 def test_previews_fit_postgresql_and_a_refused_trace_does_not_stop_the_others(monkeypatch, caplog):
@@ -61,7 +61,7 @@ def test_previews_fit_postgresql_and_a_refused_trace_does_not_stop_the_others(mo
     client.start_trace.side_effect = [MlflowException("value too long\nSQL"), None]
     monkeypatch.setattr(rollout_traces, "TracingClient", lambda uri: client)
     row = replace(rollout_with_tool(), prompt_token_ids=codes("\0" + "a" * 1500))
-    log_traces("", run, [row, row], chr)
+    log_traces("", run, [row, row], text_of_ids)
     (trace,) = client.start_trace.call_args.args
     assert trace.request_preview == "a" * 1000
     assert client.log_spans.call_count == 1

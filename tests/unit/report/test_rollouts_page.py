@@ -17,6 +17,7 @@ from pipelinerl_core.report.rollouts_page import (
     rollout_page,
     rollouts_page,
 )
+from pipelinerl_core.report.samples import plain_text, token_texts
 from pipelinerl_core.report.trace import TracedRun, parse_place
 from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.records import commit_key
@@ -27,6 +28,7 @@ from tests.synthetic_run import (
     make_rollout,
     put_batch,
     put_record,
+    text_of_ids,
     trained_rollout,
     training_row,
     write_run,
@@ -51,8 +53,7 @@ ROWS = [row(index) for index in range(10)]
 
 
 def names(wanted: WantedRollouts, rows=ROWS) -> list[int]:
-    texts = lambda ids: "".join(map(chr, ids))  # noqa: E731
-    return [each.group_id * 4 + each.rollout_index for each in chosen(rows, wanted, texts)]
+    return [each.group_id * 4 + each.rollout_index for each in chosen(rows, wanted, text_of_ids)]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_a_wrong_selection_is_refused(wanted):
 def test_a_long_step_has_pages_which_keep_the_selection():
     rows = [row(index) for index in range(3 * PAGE_ROLLOUTS)]
     wanted = WantedRollouts(step="7", sort="-reward", source="b", page="2")
-    page = rollouts_page("r", [6, 7, 9], [listing_of(rows, wanted)], wanted, chr)
+    page = rollouts_page("r", [6, 7, 9], [listing_of(rows, wanted)], wanted, text_of_ids)
     assert f"{3 * PAGE_ROLLOUTS - 5:,} of {3 * PAGE_ROLLOUTS} rollouts" in page
     assert page.count('<div class="rollout">') == PAGE_ROLLOUTS
     assert '<a href="?step=7&amp;sort=-reward&amp;source=b">previous</a>' in page
@@ -112,7 +113,7 @@ def test_a_long_step_has_pages_which_keep_the_selection():
     assert '<a href="?step=6&amp;sort=-reward&amp;source=b">step 6</a>' in page
     assert '<a href="?step=9&amp;sort=-reward&amp;source=b">step 9</a>' in page
     wanted = WantedRollouts(step="7", page="99")
-    beyond = rollouts_page("r", [7], [listing_of(rows, wanted)], wanted, chr)
+    beyond = rollouts_page("r", [7], [listing_of(rows, wanted)], wanted, text_of_ids)
     assert "No rollout of step 7 is selected" in beyond
     assert '<a href="?step=7&amp;page=3">previous</a>' in beyond
 
@@ -167,3 +168,14 @@ def test_an_unknown_rollout_or_colour_is_an_error_of_one_line(run):
         rollout_page(run, parse_place("900.9"), "version")
     with pytest.raises(ConfigError, match="colours must be"):
         rollout_page(run, parse_place("900.0"), "red")
+
+
+def test_characters_of_several_tokens_are_shown_and_each_token_has_what_it_adds():
+    data = "Ответ: 答 🙂".encode()
+    decode = lambda ids: bytes(ids).decode(errors="replace")  # noqa: E731 - a token is a byte
+    texts = token_texts(np.frombuffer(data, np.uint8), decode)
+    assert "".join(texts) == plain_text(np.frombuffer(data, np.uint8), decode) == data.decode()
+    assert texts[:3] == ["", data[:2].decode(), ""]
+    assert token_texts(np.frombuffer(data[:-1], np.uint8), decode)[-1] == "\N{REPLACEMENT CHARACTER}"
+    words = lambda ids: " ".join("ab"[token_id] for token_id in ids)  # noqa: E731 - no space before the first
+    assert token_texts(np.array([0, 1, 0]), words) == ["a", " b", " a"]

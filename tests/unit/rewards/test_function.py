@@ -209,6 +209,9 @@ def test_the_score_of_a_function_of_verl_is_the_reward_and_its_other_numbers_are
     code = "def score(solution_str, **kwargs):\n    return {'score': 0.5, 'acc': True, 'pred': solution_str}\n"
     assert load(code)("4", ROW) == Components(reward=0.5, values={"score": 0.5, "acc": 1.0})
     assert load(code, acc=2.0)
+    more = "{'score': numpy.bool_(True), 'a b': 1, 'mean': 2, 'nan': float('nan'), **{f'n{i}': i for i in range(20)}}"
+    result = load(f"import numpy\ndef score(solution_str, **kwargs):\n    return {more}\n")("4", ROW)
+    assert result == Components(reward=1.0, values={"score": 1.0, **{f"n{i}": float(i) for i in range(15)}})
 
 
 def test_a_function_with_another_signature_is_told_the_three_forms():

@@ -521,12 +521,15 @@ def test_an_episode_whose_environment_hangs_has_the_reward_for_that_and_counts_a
         assert [(rollout.reward, rollout.error) for rollout in again] == [(reward, "environment: too long")] * 2
 
 
-def test_rewards_of_turns_are_in_the_row_and_in_the_log():
-    class Rewarding(Environments):
-        async def play(self, task, seed, host):
-            result = await super().play(task, seed, host)
-            return replace(result, turn_rewards=self.parts)
+class Rewarding(Environments):
+    parts = (1.0,)
 
+    async def play(self, task, seed, host):
+        result = await super().play(task, seed, host)
+        return replace(result, turn_rewards=self.parts)
+
+
+def test_rewards_of_turns_are_in_the_row_and_in_the_log():
     rewarding = Rewarding()
     rewarding.parts = (1.0, 0.5, 1.5)
     episode, _, _, rows, *_ = play(rewarding, OWN)
@@ -537,6 +540,11 @@ def test_rewards_of_turns_are_in_the_row_and_in_the_log():
     assert player.episode(again, request_id="e", sampler=Sampler()).turn_rewards == (1.0, 0.5, 1.5)
     rewarding.parts = (1.0, 0.5)
     assert "2 rewards of turns for 3 turns" in str(play(rewarding, OWN)[2])
+
+
+def test_the_reward_of_a_single_turn_is_in_the_row():
+    episode, *_ = play(Rewarding(turns=1), OWN)
+    assert (episode.turn_spans, episode.turn_rewards) == ((), (1.0,))
 
 
 def test_each_turn_has_noise_of_its_own_and_needs_the_version_of_the_tokens_before(monkeypatch):

@@ -39,7 +39,7 @@ from pipelinerl_core.tools.promote import (
 from pipelinerl_core.weights.publish import WeightPublisher
 from tests.builders import put_commit, put_run
 from tests.models import publish
-from tests.synthetic_run import put_record
+from tests.synthetic_run import put_record, text_of_ids
 from tests.unit.report.test_rollout_traces import rollout_with_tool
 
 NAME = "sums"
@@ -103,7 +103,7 @@ def end(url):
     """What the train flow does at its end."""
     models = models_of(open_run(url))
     models.log_ends()
-    log_traces(models.uri, models.mlflow_run, [rollout_with_tool()], chr)
+    log_traces(models.uri, models.mlflow_run, [rollout_with_tool()], text_of_ids)
 
 
 def models_of(run):
@@ -227,12 +227,20 @@ def test_wrong_versions_names_and_aliases_are_refused(world, runs):
 @pytest.mark.slow
 def test_another_sampling_is_another_measure(world, runs):
     run = open_run(runs[0])
-    other = run.config.model_copy(update={"eval": run.config.eval.model_copy(update={"max_tokens": 7})})
-    measures = [
-        json.loads(models_of(changed).log(step).tags[HELD_OUT_TAG])["measure"]
-        for changed, step in ((run, 1), (run, 2), (replace(run, config=other), 2), (run, 2))
-    ]
-    assert measures[0] == measures[1] == measures[3] != measures[2]
+
+    def other(section, **changes):
+        own = getattr(run.config, section).model_copy(update=changes)
+        return replace(run, config=run.config.model_copy(update={section: own}))
+
+    as_training = other("eval", max_tokens=run.config.rollouts.max_tokens)
+    variants = [
+        (run, 1), (run, 2), (as_training, 2), (other("eval", max_tokens=7), 2), (other("rollouts", max_tokens=7), 2),
+        (other("reward", weights={"right": 2.0}), 2), (run, 2),
+    ]  # fmt: skip
+    measures = [json.loads(models_of(own).log(step).tags[HELD_OUT_TAG])["measure"] for own, step in variants]
+    assert measures[0] == measures[1] == measures[2] == measures[6]
+    assert measures[3] == measures[4]  # of the same limit
+    assert len(set(measures)) == 3
 
 
 @pytest.mark.slow
