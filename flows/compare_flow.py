@@ -23,7 +23,7 @@ from pipelinerl.tasks.outage import SERVER_SECONDS, await_store, crashed_by_outa
 from pipelinerl.tasks.placement import RUN_THREAD, DeployedRole, LocalRole, Role, RunRoles, RunThread, request_stop
 from pipelinerl.tasks.report import show_comparison, write_comparison, write_reports
 from pipelinerl.tasks.run_watch import RunWatch
-from pipelinerl.tasks.suspension import await_earlier_start, hold
+from pipelinerl.tasks.suspension import Inquiry, await_earlier_start, hold
 from pipelinerl_core.comparison.analysis import has_reached, rewards_of
 from pipelinerl_core.comparison.budget import Budget, dropped_lines
 from pipelinerl_core.comparison.mlflow_run import log_comparison, open_comparison
@@ -191,6 +191,7 @@ def run_all(
     """Run the planned runs that are not complete and fit into the budget; returns the runs that were left out.
 
     A run that fails is noted in `results.failed`, and the others go on. If the wait is interrupted, all runs stop.
+    Raises Pause after they have stopped if the flow run is suspended or deleted.
     labels: MLflow tags of every run. checked: see `compare_runs`.
     """
     limit, logger = plan.wanted.limit, get_run_logger()
@@ -202,15 +203,15 @@ def run_all(
     for line in space_lines([run.config for run in pending], root_url(root)):
         logger.warning("%s", line)
     children: list[_Child] = []
+    inquiry = Inquiry()
     changed, looked_at = Event(), time.monotonic()
     deadline = looked_at + WAIT_SECONDS
     try:
         while True:
             while len(children) < limit and (pending := trimmed(budget, pending, len(plan.wanted.arms))):
-                expected = budget.expected_seconds(pending)
+                remaining = _remaining(budget, pending)
                 run, *pending = pending
                 num_started += 1
-                remaining = f", about {duration(expected)} left" if expected is not None else ""
                 logger.info("run %d of %d: %s, seed %d%s", num_started, len(plan.runs), run.arm, run.seed, remaining)
                 role_of = partial(_role_of, plan, run, root, {**labels, "arm": run.arm}, changed)
                 _begin(run, partial(role_of, is_checked=run.run_id == checked), children, results)
@@ -219,22 +220,27 @@ def run_all(
             running = [child for child in children if child.role.is_running()]
             changed.wait(_POLL_SECONDS)
             changed.clear()
+            if reason := inquiry.why_drain():
+                logger.info("%s: the runs stop", reason)
+                break
             looked_at, passed = time.monotonic(), time.monotonic() - looked_at
             for child in running:
                 child.seconds += passed
             budget.ends_at += 0.0 if running else passed
             for child in [child for child in children if child.role.has_ended()]:
                 children.remove(child)
-                _note_end(child, results, run_url(root, child.run.run_id), plan.wanted.target)
-                if child.seconds:  # it was seen while it was running
-                    budget.note(child.run.arm, child.seconds)
-                    results.add_seconds(child.run, child.seconds)
-                write_comparison(results, budget.dropped, return_state=True)  # Prefect logs an error; the runs go on
+                _note_end(child, results, budget, run_url(root, child.run.run_id), plan.wanted.target)
                 deadline = time.monotonic() + WAIT_SECONDS
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(f"no run has ended for {WAIT_SECONDS / 86_400:.0f} days; stopping all runs")
     finally:
         _stop([child.role for child in children])
+    hold(f"{num_started - len(children)} of {len(plan.runs)} runs")
+
+
+def _remaining(budget: Budget, pending: Sequence[PlannedRun]) -> str:
+    expected = budget.expected_seconds(pending)
+    return f", about {duration(expected)} left" if expected is not None else ""
 
 
 def _begin(run: PlannedRun, role_of: Callable[[], Role], children: list[_Child], results: Results) -> None:
@@ -277,8 +283,11 @@ def run_here(name: str, parameters: dict[str, Any], thread: RunThread) -> None:
     compared_run.with_options(flow_run_name=name)(**parameters)
 
 
-def _note_end(child: _Child, results: Results, url: str, target: float) -> None:
+def _note_end(child: _Child, results: Results, budget: Budget, url: str, target: float) -> None:
     run_id = child.run.run_id
+    if child.seconds:  # it was seen while it was running
+        budget.note(child.run.arm, child.seconds)
+        results.add_seconds(child.run, child.seconds)
     try:
         child.role.check()
         if not is_complete(open_store(url), child.run.config, target):
@@ -287,6 +296,7 @@ def _note_end(child: _Child, results: Results, url: str, target: float) -> None:
         results.failed[run_id] = "stopped before its end; the same command continues the run"
     except Exception as error:  # noqa: BLE001 (whatever a run raises, the others go on)
         _note_failure(run_id, error, results)
+    write_comparison(results, budget.dropped, return_state=True)  # Prefect logs an error; the runs go on
 
 
 def _note_failure(run_id: str, error: Exception, results: Results, remedy: str = "") -> None:
@@ -383,7 +393,7 @@ def train_to(
             run_roles(run, watch, evaluates=False, is_enough=is_enough)
         if watch.is_held:
             watch.is_complete()  # reads the steps that the drain has committed
-            hold(watch.committed_step)
+            hold(f"step {watch.committed_step}")
         roles = RunRoles(run, on_wait=watch.look)
         try:
             roles.evaluate("all", enough=target)

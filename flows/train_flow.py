@@ -119,7 +119,7 @@ def train(
     if flow_run.run_count > 1 and (ended := ended_before_resume(UUID(str(flow_run.id)))) is not None:
         logger.warning("the flow run had ended as %s before it was resumed; nothing is done", ended.name)
         return State(type=ended.type, name=ended.name, message=ended.message)
-    changes = (*settings.overrides(), *overrides)
+    changes = tuple(overrides) if resume else (*settings.overrides(), *overrides)
     run_id = started_run(resume)
     if flow_run.run_count > 1 or run_id:  # perhaps after an outage of the store
         await_store(resume if "/" in resume else root_url(root))
@@ -180,7 +180,7 @@ def train_opened(run: RunContext, tracker: RunTracker) -> dict[str, Any] | State
                 raise Pause
         except Pause:  # also of Prefect, at the start of a task after the flow run was suspended
             watch.is_complete()  # reads the steps that the drain has committed
-            hold(watch.committed_step)
+            hold(f"step {watch.committed_step}")
         with unless_complete(watch, "the report", f"`pipelinerl report {run.run_id}` writes it"):
             report = write_reports(run)
         watch.finish(report)

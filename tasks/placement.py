@@ -20,6 +20,7 @@ from uuid import UUID, uuid4
 
 from prefect import get_client
 from prefect.blocks.system import Secret
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterState,
@@ -39,7 +40,7 @@ from pipelinerl.tasks.outage import SERVER_SECONDS, server_answers
 from pipelinerl.tasks.role_tasks import NODE_PREFIX, run_evaluation, run_role
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.gpu_counts import gpus_of
-from pipelinerl_core.errors import ConfigError, DeadlineExceeded, Fenced, PipelineRLError
+from pipelinerl_core.errors import ConfigError, DeadlineExceeded, Fenced, PipelineRLError, TrainingDiverged
 from pipelinerl_core.restart_budget import RestartBudget
 from pipelinerl_core.run.context import TOKEN_VARIABLE, RunContext, last_resume_at
 from pipelinerl_core.run.evaluations import SCHEDULED
@@ -237,14 +238,19 @@ class DeployedRole:
         logger.warning("%s: flow run %s has crashed; %s", self._name, crashed, self._budget.restart_text)
 
     def check(self) -> None:
-        """Raise RoleFailed if the flow run has failed or crashed."""
+        """Raise RoleFailed if the flow run has failed or crashed, or the error that nothing starts again."""
         state = self._state
         if state is not None and (state.is_failed() or state.is_crashed()):
             tried = f", {self._budget.spent_text}" if state.is_crashed() and self._budget.is_spent else ""
-            raise RoleFailed(f"{self._name}: its flow run {self._id} is {state.name}: {state.message}{tried}")
+            kinds = (ConfigError, TrainingDiverged)  # Prefect's message has the name of the class
+            error = next((kind for kind in kinds if f": {kind.__name__}: " in (state.message or "")), RoleFailed)
+            raise error(f"{self._name}: its flow run {self._id} is {state.name}: {state.message}{tried}")
 
     def stop(self) -> None:
-        """Cancel the flow run: the worker signals its process, and the flow stops the role. Does not wait."""
+        """Cancel the flow run: the worker signals its process, and the flow stops the role. Does not wait.
+
+        A flow run that another flow run has started, for example an equal sweep, is left to it while that runs.
+        """
         self._is_stopping = True
         if not self._is_final():
             _quietly(f"{self._name}: could not cancel flow run {self._id}", self._cancel)
@@ -252,9 +258,24 @@ class DeployedRole:
 
     def _cancel(self) -> None:
         with get_client(sync_client=True) as client:
+            if owner := _other_owner(client, self._id):
+                logger.warning("%s: flow run %s goes on for flow run %s (%s), which has started it", self._name,
+                               self._id, owner.name, owner.id)  # fmt: skip
+                self._state = Cancelled(message="left to the flow run that has started it")
+                return
             client.set_flow_run_state(
                 self._id, Cancelling(message="the flow run that started this flow run has ended")
             )
+
+
+def _other_owner(client: SyncPrefectClient, flow_run_id: UUID) -> FlowRun | None:
+    """The flow run that has started this flow run, if it is another than the current and is running."""
+    parent_task = client.read_flow_run(flow_run_id).parent_task_run_id
+    owner_id = client.read_task_run(parent_task).flow_run_id if parent_task is not None else None
+    if owner_id is None or str(owner_id) == str(flow_run.id):
+        return None
+    owner = client.read_flow_run(owner_id)
+    return owner if owner.state is not None and owner.state.is_running() else None
 
 
 Role = LocalRole | DeployedRole

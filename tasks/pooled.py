@@ -15,7 +15,7 @@ from prefect.states import Cancelled
 from pipelinerl.tasks.outage import crashed_by_outage
 from pipelinerl.tasks.placement import TRAINER, RunRoles, load_token
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import StoreUnavailable
+from pipelinerl_core.errors import ConfigError, StoreUnavailable
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.locate import remove_shared_memory
 
@@ -33,6 +33,11 @@ def run_pooled(run_url: str, name: str) -> State[Any] | None:
     reads the state of the flow run and stops the role, because a second trainer would fence its replacement.
     """
     run = open_run(run_url)
+    if run.config.placement.kind != "work_pools":
+        raise ConfigError(
+            f"{run_url}: its roles run on the host of its flow run (placement.kind={run.config.placement.kind}). "
+            "`pipelinerl actor RUN` adds an actor there; with placement.kind=work_pools workers take roles"
+        )
     roles = RunRoles(replace(run, token=load_token(run.store.url), config=_on_this_host(run.config)))
     checked_at, end = time.monotonic(), None
     try:

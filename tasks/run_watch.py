@@ -25,7 +25,7 @@ from pipelinerl.tasks.alarms import RUN_STALLED, Alarms
 from pipelinerl.tasks.drain_request import BY_STATE
 from pipelinerl.tasks.notifications import REPORT_LABEL, label_flow_run
 from pipelinerl.tasks.placement import RUN_THREAD
-from pipelinerl.tasks.suspension import LOOK_SECONDS, why_drain
+from pipelinerl.tasks.suspension import Inquiry
 from pipelinerl_core.errors import DeadlineExceeded, MissingObject, StoreError
 from pipelinerl_core.report.equal_rewards import (
     WARN_STEPS,
@@ -61,8 +61,6 @@ READ_SECONDS = 2.0
 """Shortest time between two readings of the run's commits."""
 READ_SHARE = 0.02
 """Largest share of a core for reading; if readings take longer, they are less frequent."""
-AFTER_ERROR_SECONDS = 60.0
-"""Until the next question for the state of the flow run if the Prefect server gave no answer."""
 PROGRESS_SECONDS = 10.0
 """Shortest time between two updates of the progress artifact."""
 TABLE_SECONDS = 30.0
@@ -104,7 +102,7 @@ class RunWatch:
         """Whether the trainer, or every actor, waits for a worker: the run does not stall then."""
         self.is_held = False
         """A user has suspended or deleted the flow run; the run drains."""
-        self._next_question = 0.0
+        self._inquiry = Inquiry()
         self._progress: UUID | None = None
         self._progress_at = -PROGRESS_SECONDS
         self._next_reading = 0.0
@@ -176,17 +174,14 @@ class RunWatch:
         """Read new objects if the pause is over, and update the view; if a user has suspended the flow run, drain."""
         if time.monotonic() >= self._next_reading:
             self._read()
-        if not self.is_held and time.monotonic() >= self._next_question:
-            self._next_question = time.monotonic() + AFTER_ERROR_SECONDS
-            _quietly("question for the state of the flow run", self._drain_if_held)
+        if not self.is_held and (reason := self._inquiry.why_drain()):
+            _quietly("request to drain", lambda: self._drain(reason))
 
-    def _drain_if_held(self) -> None:
-        if reason := why_drain():
-            logger.info("%s: the run drains", reason)
-            if not wants_drain(self._run.store):  # the request of a user lasts longer
-                ask_to_drain(self._run.store, by=f"{BY_STATE}{reason}")
-            self.is_held = True
-        self._next_question = time.monotonic() + LOOK_SECONDS
+    def _drain(self, reason: str) -> None:
+        logger.info("%s: the run drains", reason)
+        if not wants_drain(self._run.store):  # the request of a user lasts longer
+            ask_to_drain(self._run.store, by=f"{BY_STATE}{reason}")
+        self.is_held = True
 
     def finish(self, report: Mapping[str, Any] | None) -> None:
         """Read the remaining objects and make the artifacts: progress, weight versions, report, link to the metrics.

@@ -24,6 +24,7 @@ from prefect.context import FlowRunContext
 from prefect.events import emit_event
 from prefect.exceptions import ObjectNotFound, Pause
 from prefect.runtime import flow_run
+from prefect.settings import get_current_settings
 from prefect.states import Suspended
 
 from pipelinerl.tasks.automations import TAG
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
 """Shortest time between two inquiries for the state of the flow run."""
+AFTER_ERROR_SECONDS = 60.0
+"""The same after an inquiry without an answer."""
 NOTICE_SECONDS = 90.0
 """Within which an earlier start notices that the flow run has left it."""
 END_SECONDS = 3600.0
@@ -47,11 +50,15 @@ _POLL_SECONDS = 2.0
 
 
 def why_drain() -> str:
-    """Why this start of a flow run of `train` or `compared-run` must end; "" while its state is Running.
+    """Why this start of a flow run must end; "" while its state is Running.
 
-    Asks the Prefect server. A state Suspended gets no deadline.
+    Asks the Prefect server. A state Suspended gets no deadline. Raises KeyboardInterrupt, as Ctrl-C, if the flow run
+    was cancelled and has no deployment, so that no worker signals its process.
     """
-    if not is_deployed() or flow_run.flow_name not in ("train", "compared-run"):
+    if not is_deployed():
+        _interrupt_if_cancelled()
+        return ""
+    if flow_run.flow_name not in ("train", "compared-run", "compare", "sweep"):
         return ""
     with get_client(sync_client=True) as client:
         try:
@@ -72,16 +79,48 @@ def why_drain() -> str:
     return f"the flow run is {current.state.name}" if has_left else ""
 
 
-def hold(step: int) -> NoReturn:
+class Inquiry:
+    """`why_drain`, as often as LOOK_SECONDS allows."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def why_drain(self) -> str:
+        """As `why_drain`; "" also until the next inquiry is due, and if the server does not answer."""
+        if time.monotonic() < self._next:
+            return ""
+        self._next = time.monotonic() + AFTER_ERROR_SECONDS
+        try:
+            reason = why_drain()
+        except Exception as error:  # noqa: BLE001 (the run does not depend on the Prefect server, whatever the client raises)
+            logger.warning("question for the state of the flow run: %s", error)
+            return ""
+        self._next = time.monotonic() + LOOK_SECONDS
+        return reason
+
+
+def _interrupt_if_cancelled() -> None:
+    own = FlowRunContext.get()
+    is_whole = own is not None and own.flow_run is not None and own.flow_run.parent_task_run_id is None
+    if not is_whole or not get_current_settings().api.url:
+        return
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(UUID(str(flow_run.id))).state
+    if state is not None and (state.is_cancelling() or state.is_cancelled()):
+        logger.warning("the flow run is cancelled")
+        raise KeyboardInterrupt
+
+
+def hold(done: str) -> NoReturn:
     """End this process, and leave the flow run as it is, if it is Suspended without a deadline.
 
-    step: the last committed step. Raises Pause, on which Prefect ends the process.
+    done: for the message, such as "step 7". Raises Pause, on which Prefect ends the process.
     """
     flow_run_id = UUID(str(flow_run.id))
     try:
         with get_client(sync_client=True) as client:
             if _is_suspended(client.read_flow_run(flow_run_id).state):
-                _suspend(client, f"suspended after step {step}; Resume continues the run")
+                _suspend(client, f"suspended after {done}; Resume continues the run")
     except Exception as error:  # noqa: BLE001 (whatever the client raises, the process ends and the run is drained)
         logger.warning("the state of the flow run could not be set: %s", error)
     # An event after the last heartbeat: pipelinerl-unresponsive makes a flow run Crashed whose last event is a

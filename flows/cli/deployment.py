@@ -135,7 +135,7 @@ def _make_deployments(
     after = _read_deployments(client, entries)
     for key in entries:
         is_equal = key in before and key in after and _content(before[key]) == _content(after[key])
-        name = f"{key[1].rpartition(':')[2]}/{key[0]}"
+        name = f"{key[1].rpartition(':')[2].replace('_', '-')}/{key[0]}"  # as Prefect names a flow
         deployed.deployments[name] = "created" if key not in before else "unchanged" if is_equal else "updated"
         if kept.get(key):
             deployed.kept[name] = kept[key]

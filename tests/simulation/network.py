@@ -29,6 +29,8 @@ class Network:
         self.loses = 0.0
         """Share of the messages that are lost."""
         self.ports = itertools.count(1)
+        self.most_bytes = 0
+        """Of rows in the memory of a hub."""
         self.sampled: Counter[tuple[str, int]] = Counter()
         """Actor epoch -> tokens that its engine has sampled."""
 
@@ -160,7 +162,7 @@ class SimulatedFlight:
                     self._dispatcher.answer(peer, metadata, rows)
                     hub: Any = self._dispatcher._service
                     hub.read(lambda ledger: check_ledger(ledger, NETWORK.sampled))
-                    check_memory(hub._state.rows.used_bytes, hub._state.rows._budget_bytes)
+                    check_memory(hub._state.rows.used_bytes, NETWORK.most_bytes)
             except (StopIteration, OSError):
                 pass
             self._dispatcher.disconnect(peer)

@@ -99,6 +99,13 @@ class Settings(NamedTuple):
     """Steps of the first start; then `pipelinerl resume` with more steps."""
 
     @property
+    def most_bytes(self) -> int:
+        """In the memory of the hub: twice its limit, and groups that actors have begun before they must wait."""
+        own = self.config
+        num_groups = self.num_actors * -(-own.engine.concurrency // own.rollouts.group_size)
+        return 2 * own.placement.hub_bytes + num_groups * self.group_bytes
+
+    @property
     def plain(self) -> "Settings":
         """With one actor, and nothing that changes what is stored: without lag the trained rows are the same."""
         config = self.config
@@ -529,6 +536,7 @@ def simulated(
     own, box = World(seed), []
     preemption.begin(seed, is_preemptive=settings.is_preemptive)
     NETWORK.begin()
+    NETWORK.most_bytes = settings.most_bytes
     with (
         installed(), replaced_machinery(lambda: box[0], settings), running(own), contextlib.ExitStack() as logs
     ):  # fmt: skip

@@ -201,6 +201,16 @@ def test_a_stop_interrupts_the_waits_of_a_run_once(monkeypatch):
         RUN_THREAD.reset(token)
 
 
+def test_a_suspended_sweep_stops_its_runs_and_starts_no_other(carry_out, monkeypatch):
+    reasons = iter(["", "the flow run is suspended"])
+    monkeypatch.setattr(compare_flow, "Inquiry", lambda: SimpleNamespace(why_drain=lambda: next(reasons)))
+    held = MagicMock(side_effect=KeyboardInterrupt)  # Pause of Prefect
+    monkeypatch.setattr(compare_flow, "hold", held)
+    _, runs, _ = carry_out()
+    assert (len(runs.started), len(runs.stopped), runs.running) == (2, 2, {})
+    held.assert_called_once_with("0 of 6 runs")
+
+
 def test_a_comparison_of_a_deployment_creates_its_root(monkeypatch, tmp_path):
     root = tmp_path / "new"
     for name in ("label_flow_run", "run_all", "write_comparison", "log_comparison", "show_comparison"):

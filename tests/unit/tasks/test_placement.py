@@ -26,7 +26,7 @@ from pydantic import TypeAdapter
 from pipelinerl.flows.cli.deployment import SHIPPED
 from pipelinerl.tasks import placement
 from pipelinerl.tasks.placement import DeployedRole, LocalRole, RunRoles, secret_name
-from pipelinerl_core.errors import Fenced, PipelineRLError
+from pipelinerl_core.errors import ConfigError, Fenced, PipelineRLError, TrainingDiverged
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.evaluations import SCHEDULED
@@ -54,6 +54,7 @@ class Server:
         self.keys: list[str] = []
         """Of each start, by which the server knows a request that is sent again."""
         self.template: dict = {}
+        self.owners: dict[uuid.UUID, uuid.UUID] = {}
 
     def read_flow_runs(self, flow_run_filter, sort):
         states, tags = flow_run_filter.state.type.any_, flow_run_filter.tags.all_
@@ -79,7 +80,13 @@ class Server:
     def read_flow_run(self, run_id):
         if self.states[run_id] is None:
             raise ObjectNotFound(Exception())
-        return FlowRun(id=run_id, flow_id=uuid.uuid4(), state=self.states[run_id], parameters=self.parameters)
+        return FlowRun(
+            id=run_id, flow_id=uuid.uuid4(), state=self.states[run_id], parameters=self.parameters,
+            parent_task_run_id=self.owners.get(run_id),
+        )  # fmt: skip
+
+    def read_task_run(self, task_run_id):
+        return SimpleNamespace(flow_run_id=task_run_id)  # a task for each flow run that starts others
 
     def set_flow_run_state(self, run_id, state, force=False):
         self.states[run_id] = state
@@ -147,6 +154,28 @@ def test_a_member_that_failed_by_itself_has_used_up_its_restarts_already(server)
     assert actor.has_ended()
     with pytest.raises(RoleFailed, match="wrong configuration"):
         actor.check()
+
+
+@pytest.mark.parametrize("kind", [ConfigError, TrainingDiverged])
+def test_an_error_that_nothing_starts_again_keeps_its_kind_and_exit_code(server, kind):
+    actor = member()
+    server.states[server.newest] = Failed(message=f"Flow run encountered an exception: {kind.__name__}: no")
+    assert actor.has_ended()
+    with pytest.raises(kind, match=r"its flow run .* is Failed: .* no"):
+        actor.check()
+
+
+def test_a_member_that_another_flow_run_has_started_is_left_to_it_while_that_runs(server):
+    member()
+    run, owner = server.newest, uuid.uuid4()
+    server.owners[run], server.states[owner] = owner, Running()
+    equal = member()
+    equal.stop()
+    assert equal.has_ended()
+    assert server.states[run].is_running()
+    server.states[owner] = Crashed()
+    member().stop()
+    assert server.states[run].is_cancelling()
 
 
 def test_while_the_server_is_away_the_replacement_waits(server):

@@ -2,6 +2,7 @@
 
 import uuid
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Running
 
 from pipelinerl.tasks import pooled
-from pipelinerl_core.errors import StoreUnavailable
+from pipelinerl_core.errors import ConfigError, StoreUnavailable
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.context import RunContext
 from tests.builders import run_record
@@ -59,7 +60,8 @@ class RunRoles:
 @pytest.fixture
 def follow(monkeypatch):
     record = run_record(run_id="of-this-test")
-    run = RunContext(store=MemoryStore(), record=record, config=load_config("quickstart"), token="")
+    config = load_config("quickstart", ["placement.kind=work_pools"])
+    run = RunContext(store=MemoryStore(), record=record, config=config, token="")
     monkeypatch.setattr(pooled, "open_run", lambda url: run)
     monkeypatch.setattr(pooled, "load_token", lambda run_id: "token")
     monkeypatch.setattr(pooled, "RunRoles", RunRoles)
@@ -73,6 +75,13 @@ def follow(monkeypatch):
         return ended
 
     return follow
+
+
+def test_a_run_whose_roles_are_on_one_host_takes_no_role_of_a_worker(follow, monkeypatch):
+    run = pooled.open_run("")
+    monkeypatch.setattr(pooled, "open_run", lambda url: replace(run, config=load_config("quickstart")))
+    with pytest.raises(ConfigError, match=r"roles run on the host of its flow run \(placement\.kind=local\)"):
+        pooled.run_pooled("memory://test", "actor-7")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from prefect.client.schemas.actions import ArtifactCreate
 from pydantic import BaseModel, model_serializer
 
-from pipelinerl.tasks import run_watch
+from pipelinerl.tasks import run_watch, suspension
 from pipelinerl.tasks.run_watch import FAILURE_LINES, STALL_SECONDS, RunWatch
 from pipelinerl_core.errors import DeadlineExceeded, StoreError
 from pipelinerl_core.run.context import open_run
@@ -41,7 +41,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(run_watch, "time", clock)
+    for module in (run_watch, suspension):
+        monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(run_watch, "Alarms", MagicMock())
     monkeypatch.setattr(run_watch, "create_progress_artifact", lambda *_, **__: None)
     return clock
@@ -184,7 +185,7 @@ def test_a_run_whose_flow_run_is_suspended_drains_and_a_server_without_answer_is
         return answer
 
     start = clock.now
-    monkeypatch.setattr(run_watch, "why_drain", why_drain)
+    monkeypatch.setattr(suspension, "why_drain", why_drain)
     for _ in range(80):
         look(watch, clock, 1.0)
     assert [round(seconds) for seconds in asked] == [5, 65, 70]
