@@ -256,7 +256,7 @@ def open_at(
         if not is_checked:
             preflight(config, url.rpartition("/")[0], run=run)
     if run:
-        note_resume(run.store, overrides)
+        note_resume(run, overrides)
     config = config if run else with_tags_of_flow_run(pinned(config))
     tracker, mlflow = open_tracker(config, url, run.record if run else None, flow_run_id, labels)
     if run is None:

@@ -394,7 +394,7 @@ class _Process:
             is_running = self.is_running
             for line in self._lines():
                 if line.startswith("run ") and " at " in line:
-                    return line.rpartition(" at ")[2]
+                    return line.partition(" at ")[2]
             if not is_running:
                 self.raise_if_failed()
                 raise PipelineRLError(f"the run ended at once:\n{self._tail()}")

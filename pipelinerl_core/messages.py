@@ -127,8 +127,14 @@ class ActorSample(Frozen):
     waiting: Count
     concurrency: Count
     num_tokens: Count
+    """Sampled, or given by environments."""
     running_seconds: Number
     counters: Counters = Counters()
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the engine has sampled."""
+        return self.num_tokens - (self.counters.environment_given_tokens or 0)
 
 
 class Register(Message):

@@ -160,8 +160,12 @@ def _swept(
 ) -> tuple[dict[str, Any], list[str]]:
     """The table of a sweep; writes the files that were asked for."""
     from pipelinerl_core.config import as_toml
+    from pipelinerl_core.errors import ConfigError
     from pipelinerl_core.planning.sweep import best_of, sweep, sweep_document, sweep_figure, sweep_lines
 
+    for path in filter(None, (write, figure)):
+        if not Path(path).absolute().parent.is_dir():
+            raise ConfigError(f"{path}: its directory does not exist")
     points = sweep(
         source, config, keys, gpus=gpus, given=given,
         on_progress=lambda done, total: say(f"{done} of {total} combinations"),

@@ -43,7 +43,8 @@ def trial(
 
     if "=" in reward:  # no reward function was given
         reward, overrides = "", [reward, *(overrides or ())]
-    chosen = (*guess(rows, reward, overrides or ()), *(overrides or ()))
+    together = (*guess(rows, reward, overrides or ()), *(overrides or ()))
+    chosen = tuple({override.partition("=")[0]: override for override in together}.values())  # the last of a key
     command = shlex.join(("pipelinerl", "init", "mine.toml", PRESET, *chosen))
     say(f"settings: {command}")
     job = new_job(PRESET, (f"trainer.equal_reward_steps={_EQUAL_STEPS}", *chosen), root)

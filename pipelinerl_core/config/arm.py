@@ -54,7 +54,7 @@ def read_arms(path: str) -> list[Arm]:
         raise ConfigError(f"--arms {path}: no such file")
     try:
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except (OSError, ValueError) as error:  # also not UTF-8
         raise ConfigError(f"--arms {path}: not valid TOML: {error}") from None
     for name, table in tables.items():
         if not isinstance(table, dict):
@@ -122,7 +122,10 @@ def _overrides(table: Mapping[str, Any], prefix: str = "") -> Iterable[str]:
         if isinstance(value, Mapping):
             yield from _overrides(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}={json.dumps(value)}"
+            try:
+                yield f"{prefix}{key}={json.dumps(value)}"
+            except TypeError:
+                raise ConfigError(f"{prefix}{key}={value}: a {type(value).__name__}. Write it as text") from None
 
 
 def _checked_name(name: str) -> str:

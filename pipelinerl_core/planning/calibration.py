@@ -208,8 +208,8 @@ def _seconds_per_token(commits: Sequence[Commit]) -> float:
     busy, tokens = 0.0, 0
     for before, now in pairwise(commits):
         for name, sample in now.actors.items():
-            if (earlier := before.actors.get(name)) is not None and sample.num_tokens > earlier.num_tokens:
-                sampled = sample.num_tokens - earlier.num_tokens
+            if (earlier := before.actors.get(name)) is not None and sample.num_sampled > earlier.num_sampled:
+                sampled = sample.num_sampled - earlier.num_sampled
                 busy += sample.running_seconds - earlier.running_seconds - sampled * pause_seconds(earlier, sample)
                 tokens += sampled
     return busy / tokens if tokens else 0.0
@@ -221,7 +221,7 @@ def _decode(*runs: Sequence[Commit]) -> Line | None:
     for before, now in (pair for commits in runs for pair in pairwise(commits)):
         for name, sample in now.actors.items():
             earlier = before.actors.get(name)
-            tokens = sample.num_tokens - earlier.num_tokens if earlier else 0
+            tokens = sample.num_sampled - earlier.num_sampled if earlier else 0
             if earlier is None or tokens <= 0 or sample.at <= earlier.at:
                 continue
             busy = sample.running_seconds - earlier.running_seconds - _paused_seconds(now, name)

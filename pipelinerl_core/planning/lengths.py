@@ -1,5 +1,6 @@
 """Distributions of completion lengths, in tokens."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -61,8 +62,8 @@ class Lengths:
 
     def scaled(self, factor: float, longest: int) -> "Lengths":
         """All lengths times `factor`; lengths above `longest` become `longest`."""
-        if factor <= 0:
-            raise ConfigError(f"lengths times {factor:g}: the factor must be above 0")
+        if not 0 < factor < math.inf:
+            raise ConfigError(f"lengths times {factor:g}: the factor must be a number above 0")
 
         def changed(lengths: IntArray) -> IntArray:
             scaled: IntArray = np.clip(np.rint(factor * lengths), 1, longest).astype(np.int64)

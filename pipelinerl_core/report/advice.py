@@ -79,7 +79,7 @@ def mean_delay_seconds(commits: Sequence[Commit]) -> float:
     for before, now in pairwise(commits):
         for name, sample in now.actors.items():
             if (earlier := before.actors.get(name)) is not None:
-                tokens = max(0, sample.num_tokens - earlier.num_tokens)
+                tokens = max(0, sample.num_sampled - earlier.num_sampled)
                 paused, num_tokens = paused + tokens * pause_seconds(earlier, sample), num_tokens + tokens
     return paused / num_tokens if num_tokens else 0.0
 
@@ -134,11 +134,11 @@ def refused_advice(commits: Sequence[Commit], config: Mapping[str, Any]) -> str:
     if run is None or len(known) < len(names) or known[0] < max(_REFUSED, _UNEVEN * known[1]):
         return ""
     long, short, long_lag, short_lag = known
+    wider = f"{_bounds(run)} wider, or " if _bounds(run) else ""
     return (
         f"the lag rule or a bound of the loss refuses {long:.0%} of the tokens of long rollouts and {short:.0%} of "
         f"short ones, so the run learns from short ones (mean lag {long_lag:.1f} and {short_lag:.1f} steps). Set "
-        f"{_bounds(run)} wider, or schedule.max_lag higher (now {run.schedule.max_lag}) if train/masked_stale_tokens "
-        "is above 0"
+        f"{wider}schedule.max_lag higher (now {run.schedule.max_lag}) if train/masked_stale_tokens is above 0"
     )
 
 
@@ -149,10 +149,10 @@ def clipped_advice(commits: Sequence[Commit], config: Mapping[str, Any]) -> str:
     share = _newest_mean(commits, key)
     if run is None or share is None or share <= _CLIPPED:
         return ""
+    bounds = f"wider bounds, {_bounds(run)}, until the share is a few percent, or " if _bounds(run) else ""
     return (
         f"{share:.0%} of the trained tokens are beyond a bound of loss.kind={run.loss.kind} ({key}), where they have "
-        f"no or a smaller gradient. Set wider bounds, {_bounds(run)}, until the share is a few percent, or "
-        f"schedule.max_lag lower (now {run.schedule.max_lag})"
+        f"no or a smaller gradient. Set {bounds}schedule.max_lag lower (now {run.schedule.max_lag})"
     )
 
 

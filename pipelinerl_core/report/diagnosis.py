@@ -324,6 +324,9 @@ def _components_disagree(newest: _Newest) -> Finding | None:
 
 
 def _dominates(newest: _Newest) -> Finding | None:
+    has_own_turns = newest.facts.run.config.get("loss", {}).get("advantage") in ("turn", "custom")
+    if has_own_turns and any(len(row.turn_spans) > 1 for row in newest.rows):
+        return None  # rows have the advantage of their first turn only
     amounts = np.array([abs(row.advantage) * row.loss_mask_trained.sum() for row in newest.rows])
     if newest.num_groups(amounts > 0) < _MIN_GROUPS:  # solved but for a few groups
         return None

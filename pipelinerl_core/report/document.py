@@ -299,7 +299,9 @@ def _versions(steps: tuple[StepFacts, ...]) -> dict[str, Any]:
             "mean": measures.mean_of_counts(lags_L),
             "p99": measures.quantile_of_counts(lags_L, 0.99),
             "max": measures.max_of_counts(lags_L),
-        },
+        }
+        if lags_L.any()
+        else dict.fromkeys(("mean", "p99", "max")),
         "multi_version_fraction": float((versions >= 2).mean()) if len(versions) else None,
         "max_versions_in_a_rollout": int(versions.max()) if len(versions) else None,
         "three_version_rollouts": int((versions >= 3).sum()),

@@ -54,11 +54,13 @@ def reward_over_time(facts: RunFacts) -> str:
 
 def reward_over_samples(facts: RunFacts) -> str:
     """Reward and held-out accuracy against rollouts trained."""
-    totals = {0: 0}
-    for step in facts.steps:
-        totals[step.step] = totals[max(totals)] + len(step.lengths)
-    points = [(float(totals[step.step]), float(step.rewards.mean())) for step in _scored(facts)]
-    held_out = [(float(totals[step]), record) for step, record in facts.evals.items() if step in totals]
+    totals: dict[int, float] = {0: 0.0}
+    lengths = {step.step: len(step.lengths) for step in facts.steps}
+    for step, commit in facts.commits.items():  # the rows of a step may be removed
+        known = totals[max(totals)] + lengths.get(step, 0)
+        totals[step] = commit.metrics.get("progress/samples", known) if step else 0.0
+    points = [(totals[step.step], float(step.rewards.mean())) for step in _scored(facts)]
+    held_out = [(totals[step], record) for step, record in facts.evals.items() if step in totals]
     axis = Axis("rollouts trained", text=thousands, low=0.0)
     return _learning("Reward against rollouts trained", [points], held_out, axis)
 

@@ -135,7 +135,7 @@ def _summary(report: Mapping[str, Any]) -> str:
         text += f": training reward {report['reward_first']:.2f} &rarr; {report['reward_last']:.2f}"
     if report["eval_first"] is not None and report["eval_last"] is not None:
         text += f", {held_out_name(report)} {report['eval_first']:.3f} &rarr; {report['eval_last']:.3f}"
-    if 0 < report["steps_with_rows"] < report["steps"]:
+    if report["steps_with_rows"] < report["steps"]:
         text += f". Lengths and lags are those of the {report['steps_with_rows']:,} steps whose rows are kept"
     return text + "."
 
@@ -210,8 +210,8 @@ def _tiles(facts: RunFacts, report: Mapping[str, Any]) -> str:
         ),
         (
             "Lag of trained tokens",
-            f"{lag['mean']:.2f}",
-            f"p99 {lag['p99']}, max {lag['max']}, allowed {escape(str(max_lag))}",
+            _number(lag["mean"], "{:.2f}"),
+            f"p99 {_number(lag['p99'], '{}')}, max {_number(lag['max'], '{}')}, allowed {escape(str(max_lag))}",
         ),
         (
             "Rollouts with several versions",

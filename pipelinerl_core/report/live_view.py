@@ -1,6 +1,5 @@
 """The live terminal view of `train` (on stderr), and the text and document of `status`."""
 
-import itertools
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -154,6 +153,8 @@ def status_of(
     alarm = alarm_text([last] if last else [])
     first = alarm or (headline(reward, step, is_over=is_over) if reward is not None else None)
     newest, config = follower.commits.newest(_ETA_STEPS), follower.run.config
+    phase = _steps_per_phase(config)
+    paced = follower.commits.newest(max(_ETA_STEPS, 3 * phase + 1))
     evaluated = [commit for version in list(follower.evals)[-1:] if (commit := follower.commits.get(version))]
     unmoved = "" if reward is not None else unmoved_advice([*evaluated, *newest], config).rstrip(".")
     measured = (unmoved, clipped_advice(newest, config), refused_advice(newest, config))
@@ -179,7 +180,7 @@ def status_of(
         "tokens_per_second": live.get(
             "tokens_per_second", metrics.get("actor/tokens_per_second") if is_alive else None
         ),
-        "eta_seconds": _eta(follower.commits.newest(_ETA_STEPS), steps) if is_alive else None,
+        "eta_seconds": _eta(paced, steps, phase) if is_alive else None,
         "ready": live.get("ready"),
         "leased": live.get("leased"),
         "actors": {} if is_over else _actors(live.get("actors"), last),
@@ -298,14 +299,23 @@ def _lengths(live: Any, last: Commit | None) -> Mapping[str, LengthTotals]:
     return last.lengths if last else {}
 
 
-def _eta(recent: Sequence[Commit], steps: int) -> float | None:
+def _steps_per_phase(config: Mapping[str, Any]) -> int:
+    schedule = config.get("schedule", {})
+    return int(schedule.get("steps_per_phase", 1)) if schedule.get("kind") == "conventional" else 1
+
+
+def _eta(recent: Sequence[Commit], steps: int, phase: int) -> float | None:
     """Seconds to the last step at the median pace of `recent` steps: the time between two starts has no effect.
 
-    None before the second step. Of two paces the faster counts: the first step waits until the engines have started.
+    phase: steps of a phase, whose commits follow each other at once: a pace is that of a whole phase, as soon as
+    there are two. None before the second step. Of two paces the faster counts: the first step waits until the engines
+    have started.
     """
     if len(recent) < 3:
         return None
-    paces = [(b.committed_at - a.committed_at) / (b.step - a.step) for a, b in itertools.pairwise(recent)]
+    apart = phase if len(recent) >= phase + 2 else 1
+    pairs = zip(recent, recent[apart:], strict=False)
+    paces = [(b.committed_at - a.committed_at) / (b.step - a.step) for a, b in pairs]
     return max(0.0, statistics.median_low(paces) * (steps - recent[-1].step))
 
 

@@ -21,6 +21,7 @@ from pipelinerl_core.data.trained import TrainedRows
 from pipelinerl_core.errors import ConfigError, MissingObject, PipelineRLError, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import FateRecord, SwapRecord
+from pipelinerl_core.report.document import swaps_of
 from pipelinerl_core.report.samples import plain_text, token_decoder, token_texts
 from pipelinerl_core.rollouts.task_columns import task_columns
 from pipelinerl_core.run.follow import RunFollower
@@ -161,7 +162,7 @@ class TracedRun:
 
     @cached_property
     def swaps(self) -> list[SwapRecord]:
-        return [swap for commit in self.follower.commits.values() for swap in commit.swaps]
+        return swaps_of(list(self.follower.commits.values()))
 
     def decision(self, group: int) -> tuple[Commit | None, FateRecord | None]:
         """The commit that decided a group, and its fate; None if no commit has decided the group."""

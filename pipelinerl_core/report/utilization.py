@@ -98,7 +98,7 @@ def actor_use(commits: Sequence[Commit]) -> ActorUse | None:
                     continue
                 capacity += inside * after.concurrency
                 used += (after.running_seconds - before.running_seconds) * inside / passed
-                tokens += (after.num_tokens - before.num_tokens) * inside / passed
+                tokens += (after.num_sampled - before.num_sampled) * inside / passed
                 newest = max(newest, after.at)
         seconds += newest - start
     if capacity <= 0:
@@ -108,10 +108,10 @@ def actor_use(commits: Sequence[Commit]) -> ActorUse | None:
 
 def pause_seconds(before: ActorSample, after: ActorSample) -> float:
     """Mean pause after a decode step, with which an actor kept the trainer's pace between two samples."""
-    num_tokens = after.num_tokens - before.num_tokens
-    if num_tokens <= 0:
+    num_sampled = after.num_sampled - before.num_sampled
+    if num_sampled <= 0:
         return after.counters.step_delay_seconds
-    return (after.counters.paced_seconds - before.counters.paced_seconds) / num_tokens
+    return (after.counters.paced_seconds - before.counters.paced_seconds) / num_sampled
 
 
 def wait_shares(commits: Sequence[Commit]) -> dict[str, float] | None:
@@ -137,7 +137,7 @@ class _Total:
     at: float
     concurrency: int
     running_seconds: float
-    num_tokens: int
+    num_sampled: int
 
 
 def _series(commits: Sequence[Commit]) -> dict[str, list[_Total]]:
@@ -157,7 +157,7 @@ def _series(commits: Sequence[Commit]) -> dict[str, list[_Total]]:
                     at=max(sample.at for sample in epochs.values()),
                     concurrency=epochs[max(epochs)].concurrency,
                     running_seconds=sum(sample.running_seconds for sample in epochs.values()),
-                    num_tokens=sum(sample.num_tokens for sample in epochs.values()),
+                    num_sampled=sum(sample.num_sampled for sample in epochs.values()),
                 )
             )
     return series

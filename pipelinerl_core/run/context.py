@@ -1,6 +1,7 @@
 """Opening a run: its record, its configuration and the token of the hub, which every role reads at its start."""
 
 import errno
+import json
 import os
 import tempfile
 import time
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.load import RESUMABLE
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.models.resolve import build_config, resume_config
@@ -106,10 +108,32 @@ def planned_steps(store: ObjectStore, record: RunRecord) -> int:
     return int(float(steps))
 
 
-def note_resume(store: ObjectStore, overrides: Sequence[str]) -> None:
-    """Store checked overrides for all later starts of roles, in addition to the overrides of earlier resumes."""
-    known = resume_overrides(store)
-    by_key = {override.partition("=")[0]: override for override in (*known, *overrides)}
-    if tuple(by_key.values()) != known:  # a retry of the same resume changes nothing
-        record = ResumeRecord(overrides=tuple(by_key.values()), at=time.time())
-        store.put(RESUME_KEY, record.model_dump_json().encode())
+def note_resume(run: RunContext, overrides: Sequence[str]) -> None:
+    """Store checked overrides for all later starts of roles, in addition to the overrides of earlier resumes.
+
+    run: with the configuration that the overrides have made.
+    """
+    known = resume_overrides(run.store)
+    kinds = tuple(f"{override.partition('.kind=')[0]}." for override in overrides if ".kind=" in override)
+    first = build_config(run.record.config)
+    # Another kind of a section forgets the values of the former kind.
+    candidates = [(*known, *overrides), (*(each for each in known if not each.startswith(kinds)), *overrides)]
+    for section in kinds:
+        candidates.append((*candidates[1], *_values_of(run.config, section)))
+    for candidate in candidates:
+        chosen = tuple({override.partition("=")[0]: override for override in candidate}.values())
+        with suppress(ConfigError):
+            if resume_config(first, chosen) == run.config:
+                break
+    else:
+        raise ConfigError(f"{' '.join(overrides)}: not possible after {' '.join(known)}. Start a new run with --from")
+    if chosen != known:  # a retry of the same resume changes nothing
+        record = ResumeRecord(overrides=chosen, at=time.time())
+        run.store.put(RESUME_KEY, record.model_dump_json().encode())
+
+
+def _values_of(config: RunConfig, section: str) -> list[str]:
+    """All values of a section that a resume can set, as overrides."""
+    values = config.model_dump(mode="json")[section.rstrip(".")]
+    return [f"{section}{name}={json.dumps(value)}" for name, value in values.items()
+            if f"{section}{name}".startswith(RESUMABLE)]  # fmt: skip

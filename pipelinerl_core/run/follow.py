@@ -5,10 +5,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import ObjectStore, Tracker
 from pipelinerl_core.messages import ActorSample, Counters
+from pipelinerl_core.models.resolve import build_config, resume_config
 from pipelinerl_core.run.commits import Commits
 from pipelinerl_core.run.compacted import list_commits
+from pipelinerl_core.run.context import resume_overrides
 from pipelinerl_core.run.history import counting
 from pipelinerl_core.run.reading import find_record, list_keys, read_record
 from pipelinerl_core.run.records import EVALS_PREFIX, RUN_KEY, Commit, EpochRecord, EvalRecord, RunRecord
@@ -45,6 +48,7 @@ class RunFollower:
         self.set_evals: dict[str, dict[int, EvalRecord]] = {}
         """The same by name of a set of eval.sets."""
         self._run: RunRecord | None = None
+        self._overrides: tuple[str, ...] = ()
         self._epochs: dict[str, EpochRecord] = {}
         self._eval_keys: set[str] = set()
         self._evals_read_at = time.monotonic()
@@ -52,9 +56,10 @@ class RunFollower:
 
     @property
     def run(self) -> RunRecord:
-        """run.json; raises MissingObject if there is no such run."""
+        """run.json, with the configuration as resumes have changed it; raises MissingObject without such a run."""
         if self._run is None:
-            self._run = read_record(self.store, RUN_KEY, RunRecord)
+            record, self._overrides = read_record(self.store, RUN_KEY, RunRecord), resume_overrides(self.store)
+            self._run = _resumed(record, self._overrides)
         return self._run
 
     @property
@@ -68,6 +73,8 @@ class RunFollower:
 
     def refresh(self) -> News:
         """Read and return the new records."""
+        if self._run is not None and resume_overrides(self.store) != self._overrides:
+            self._run = None
         listing = list_commits(self.store)  # before the epochs (see `counting`)
         self._read_epochs()
         self.commits.select(counting(listing.keys(), self._epochs.values()), listing)
@@ -214,6 +221,16 @@ def replay_metrics(before: Mapping[str, ActorSample], now: Mapping[str, ActorSam
     return sums
 
 
+def _resumed(record: RunRecord, overrides: Sequence[str]) -> RunRecord:
+    if not overrides:
+        return record
+    try:
+        config = resume_config(build_config(record.config), overrides)
+    except ConfigError:  # of another release
+        return record
+    return record.model_copy(update={"config": config.model_dump(mode="json")})
+
+
 def actor_speed(before: Mapping[str, ActorSample], now: Mapping[str, ActorSample]) -> dict[str, float]:
     """Mean running sequences and tokens per second between two reservations, summed over actor epochs in both."""
     running, speed, is_known = 0.0, 0.0, False
@@ -222,6 +239,6 @@ def actor_speed(before: Mapping[str, ActorSample], now: Mapping[str, ActorSample
         if earlier is not None and sample.at > earlier.at:
             seconds = sample.at - earlier.at
             running += (sample.running_seconds - earlier.running_seconds) / seconds
-            speed += (sample.num_tokens - earlier.num_tokens) / seconds
+            speed += (sample.num_sampled - earlier.num_sampled) / seconds
             is_known = True
     return {"actor/running_mean": running, "actor/tokens_per_second": speed} if is_known else {}

@@ -12,11 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+from pydantic import ValidationError
+from pydantic_core import from_json
 
-from pipelinerl_core.errors import ConfigError, PipelineRLError
+from pipelinerl_core.errors import BrokenRecord, ConfigError, PipelineRLError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.reading import find_record
-from pipelinerl_core.run.records import HUB_KEY, HubRecord
+from pipelinerl_core.run.records import FORMAT_VERSION, HUB_KEY, HubRecord
 
 HEARTBEAT_SECONDS = 5.0
 """A hub rewrites hub.json every second; if hub.json does not change for this long, a hub on another host is dead."""
@@ -27,6 +29,22 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 def read_hub(store: ObjectStore) -> HubRecord | None:
     """hub.json; None before the first hub has started. Raises StoreError."""
     return find_record(store, HUB_KEY, HubRecord)
+
+
+def read_hub_of_any_format(store: ObjectStore) -> HubRecord | None:
+    """`read_hub` of a run that another release has written, as far as it has the same fields."""
+    try:
+        return read_hub(store)
+    except BrokenRecord:
+        values = from_json(store.get(HUB_KEY))
+        if not isinstance(values, dict):
+            raise
+        known = {key: value for key, value in values.items() if key in HubRecord.model_fields}
+        try:
+            return HubRecord.model_validate({**known, "format_version": FORMAT_VERSION})
+        except ValidationError:
+            pass
+        raise
 
 
 def may_be_live(hub: HubRecord | None) -> bool:
@@ -60,8 +78,10 @@ class HubWatch:
         *,
         clock: Callable[[], float] | None = None,
         sleep: Callable[[float], None] | None = None,
+        read: Callable[[ObjectStore], HubRecord | None] = read_hub,
     ) -> None:
-        """clock, sleep: replace time.monotonic and time.sleep in tests."""
+        """clock, sleep: replace time.monotonic and time.sleep in tests. read: reads hub.json."""
+        self._read = read
         self._store = store
         self._clock = clock or time.monotonic
         self.sleep = sleep or time.sleep
@@ -72,7 +92,7 @@ class HubWatch:
 
     def look(self) -> HubRecord | None:
         """hub.json now; returns and raises as `read_hub`."""
-        hub = read_hub(self._store)
+        hub = self._read(self._store)
         heartbeat = (hub.boot_id, hub.beat) if hub is not None else None
         if heartbeat is not None and heartbeat != self._heartbeat:
             self._heartbeat, self._changed_at = heartbeat, self._clock()

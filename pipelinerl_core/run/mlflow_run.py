@@ -116,7 +116,7 @@ def open_tracker(
                 tracker,
                 run_id,
                 config.tracking.experiment,
-                directory=log_directory(url, run_id),
+                directory=log_directory(url, run_id) / ".wandb",  # hidden, because it has links
                 tags=tags,
                 config=config.model_dump(mode="json"),
                 has_inner=mlflow is not None,

@@ -57,10 +57,13 @@ def evaluate(run: RunContext, version: str, stop: Event, enough: float | None = 
         return None
     follower = RunFollower(run.store)
     follower.refresh()
-    evals = follower.evals
-    if version in (ALL, DUE, SCHEDULED):
-        return list(evals.values())
-    return [evals[step] for step in steps if step in evals]
+    every = version in (ALL, DUE, SCHEDULED)
+    return [
+        record
+        for evals in (follower.evals, *follower.set_evals.values())
+        for step, record in evals.items()
+        if every or step in steps
+    ]
 
 
 def supervise(

@@ -101,7 +101,7 @@ def runs_exposition(statuses: Iterable[Mapping[str, Any]], unreadable: Iterable[
 
 def _run_values(status: Mapping[str, Any]) -> dict[str, Any]:
     """Name -> value, or values by label or labels."""
-    actors = _newest_epochs(status["actors"])
+    actors = _newest_epochs(status["actors"] if status["state"] == "running" else {})
 
     def of_actors(key: str) -> dict[str, int]:
         return {name: actor[key] for name, actor in actors.items()}

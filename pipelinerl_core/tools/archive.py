@@ -18,7 +18,7 @@ from typing import Any
 
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject, PipelineRLError, StoreError
 from pipelinerl_core.report.run_list import DAMAGE, Wanted
-from pipelinerl_core.run.hub_status import HubWatch
+from pipelinerl_core.run.hub_status import HubWatch, read_hub_of_any_format
 from pipelinerl_core.run.locate import refuse_if_live
 from pipelinerl_core.run.reading import list_keys, parse_record
 from pipelinerl_core.run.records import (
@@ -86,7 +86,7 @@ class Archive:
         _refuse_inside_run(to)
         refuse_foreign(self._source, self._source.list(""))
         self.removal = Removal(url, wanted) if removes else None
-        self._is_live = HubWatch(self._source).find_live() is not None
+        self._is_live = HubWatch(self._source, read=read_hub_of_any_format).find_live() is not None
         _refuse_other_run(self._source, self._target)
         self.sizes: Mapping[str, int] = _listed(self._source)
         """Key -> bytes of each object of the copy; a live run has other objects later."""

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import stat
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,7 +46,10 @@ def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
         )
     commit = find_commit(run, version, may_replay=True)
     try:
-        shutil.copytree(source, directory, ignore=shutil.ignore_patterns(*_OLD_WEIGHTS), dirs_exist_ok=True)
+        shutil.copytree(source, directory, ignore=shutil.ignore_patterns(*_OLD_WEIGHTS), dirs_exist_ok=True,
+                        copy_function=shutil.copyfile)  # fmt: skip
+        for folder in (directory, *(path for path in directory.rglob("*") if path.is_dir())):
+            folder.chmod(folder.stat().st_mode | stat.S_IRWXU)  # the model may be read-only
     except OSError as error:  # also an error of several files
         raise ConfigError(f"{directory}: cannot be written: {str(error)[:300]}") from None
     file = directory / WEIGHTS_FILE
@@ -71,7 +75,7 @@ def _write_model(run: RunContext, commit: Commit, file: Path) -> None:
     try:
         run_tool(run, "pipelinerl_core.tools.write_model", arguments, seconds)
     except PipelineRLError:
-        shutil.rmtree(file.parent)
+        shutil.rmtree(file.parent, ignore_errors=True)
         raise
 
 

@@ -14,7 +14,7 @@ import re
 import sys
 import textwrap
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -78,21 +78,25 @@ def function_location(function: str | Callable[..., Any] | Sequence[Callable[...
     return f"{_stored(text.encode(), 'py')}:{','.join(names)}"
 
 
-def _define(name: str, value: Any, definitions: dict[str, str]) -> None:
-    """Add the lines that define `name`, after those that it uses."""
+def _define(name: str, value: Any, definitions: dict[str, str], attributes: Set[str] = frozenset()) -> None:
+    """Add the lines that define `name`, after those that it uses. attributes: names in the code that uses it."""
     if name in definitions:
         return
     if isinstance(value, ModuleType):
-        definitions[name] = f"import {value.__name__} as {name}"
+        parts = (other.removeprefix(f"{value.__name__}.") for other in sorted(sys.modules)
+                 if other.startswith(f"{value.__name__}."))  # fmt: skip
+        loaded = [f"import {value.__name__}.{part}\n" for part in parts if attributes >= {*part.split(".")}]
+        definitions[name] = f"{''.join(loaded)}import {value.__name__} as {name}"
     elif (inspect.isroutine(value) or inspect.isclass(value)) and _is_importable(value):
         definitions[name] = f"from {value.__module__} import {value.__name__} as {name}"
     elif inspect.isfunction(value) or inspect.isclass(value):
         definitions[name] = ""  # it may use itself
         source = _source(name, value)
         scope = vars(sys.modules["__main__"]) if inspect.isclass(value) else value.__globals__
-        for other in sorted(_names(compile(source, name, "exec")) & scope.keys()):
+        code = compile(source, name, "exec")
+        for other in sorted(_names(code) & scope.keys()):
             if not other.startswith("__"):
-                _define(other, scope[other], definitions)
+                _define(other, scope[other], definitions, _attributes(code))
         del definitions[name]
         definitions[name] = source
     elif (known := getattr(value, "_name", None)) and getattr(typing, known, None) is value:  # typing.Optional
@@ -109,7 +113,9 @@ def _define(name: str, value: Any, definitions: dict[str, str]) -> None:
 
 
 def _is_importable(value: Any) -> bool:
-    return value.__module__ != "__main__" and "<locals>" not in value.__qualname__
+    """Whether its module has it by its name: not a method of an object such as `random.Random(7).choice`."""
+    module = getattr(value, "__module__", None)
+    return module not in (None, "__main__") and getattr(sys.modules.get(module), value.__name__, None) is value
 
 
 def _source(name: str, value: Any) -> str:
@@ -134,6 +140,12 @@ def _names(code: CodeType) -> set[str]:
         *(step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")),
         *(name for inner in code.co_consts if isinstance(inner, CodeType) for name in _names(inner)),
     }
+
+
+def _attributes(code: CodeType) -> set[str]:
+    """Names of attributes, and others, in code and the functions in it."""
+    inner = (_attributes(each) for each in code.co_consts if isinstance(each, CodeType))
+    return {*code.co_names}.union(*inner)
 
 
 def _stored(data: bytes, suffix: str) -> Path:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from pipelinerl_core.errors import ConfigError, MissingObject, PipelineRLError, StoreError
 from pipelinerl_core.report.run_list import DAMAGE, Wanted, age, list_run, list_runs
 from pipelinerl_core.run.commits import read_all_commits
-from pipelinerl_core.run.hub_status import HubWatch, refuse_second_hub
+from pipelinerl_core.run.hub_status import HubWatch, read_hub_of_any_format, refuse_second_hub
 from pipelinerl_core.run.locate import (
     LATEST_KEY,
     local_directory,
@@ -132,7 +132,7 @@ class StoppedRun:
         self._store = store
         self._epochs = list_keys(store, "epochs")  # a hub takes its epoch long before its first heartbeat
         self._starts = _starts(store)
-        self._watch = HubWatch(store)
+        self._watch = HubWatch(store, read=read_hub_of_any_format)
         refuse_second_hub(store, ConfigError, watch=self._watch)
         if not self._epochs and _age_seconds(store) < _STARTING_SECONDS:
             raise ConfigError(

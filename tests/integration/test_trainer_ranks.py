@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 
 from pipelinerl_core.data.codec import decode_batch
 from pipelinerl_core.data.trained import TrainedRows
+from pipelinerl_core.models.resolve import resume_config
 from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.context import note_resume, open_run
 from pipelinerl_core.run.drain import LOOK_SECONDS, ask_to_drain
@@ -130,7 +132,9 @@ def test_a_rank_that_stands_still_is_a_lost_rank(tmp_path: Path) -> None:
             assert trainer.wait(300) == 1
             assert "a rank of the trainer is gone or silent" in log.read_text()
             wait_for(lambda: not rank.is_running(), "its end", PATIENCE_SECONDS)
-        note_resume(open_run(url).store, ["trainer.ranks=1"])
+        resumed = open_run(url)
+        config = resume_config(resumed.config, ["trainer.ranks=1"])
+        note_resume(replace(resumed, config=config), ["trainer.ranks=1"])
         with role("trainer", url, log) as trainer:
             assert trainer.wait(120) == 0
     assert arithmetic_of(url, "ranks") == [2, 1]

@@ -169,8 +169,13 @@ class RunReader:
 
     def swaps(self) -> Iterator[dict[str, Any]]:
         """One row per swap of an actor."""
+        known: set[tuple[str, int, int]] = set()
         for commit in self.commits.values():
             for swap in commit.swaps:
+                key = swap.actor, swap.actor_epoch, swap.version
+                if key in known:  # a restarted hub does not know which swaps a commit has
+                    continue
+                known.add(key)
                 yield {"run_id": self.run_id, "step": commit.step, "swapped_at": swap.at, **swap.model_dump()}
 
     def actors(self) -> Iterator[dict[str, Any]]:

@@ -30,7 +30,7 @@ class HubRecordBuilder:
         self._certificate = certificate
         self._process_started_at = psutil.Process().create_time()
         self._process_mark = process_mark(os.getpid())
-        self._generated: deque[tuple[float, int]] = deque()
+        self._sampled: deque[tuple[float, dict[str, int]]] = deque()
 
     def record(self, state: str) -> HubRecord:
         """The current content of hub.json; `state` is run, drain, stopped or done."""
@@ -58,14 +58,15 @@ class HubRecordBuilder:
 
     def _speed(self, live: dict[str, object]) -> float:
         """Tokens sampled per second, measured over the last _SPEED_SECONDS."""
-        tokens = live["tokens"]
-        assert isinstance(tokens, dict)
-        now = time.monotonic()
-        self._generated.append((now, tokens["generated"]))
-        while now - self._generated[0][0] > _SPEED_SECONDS:
-            self._generated.popleft()
-        begun, before = self._generated[0]
-        return (tokens["generated"] - before) / (now - begun) if now > begun else 0.0
+        actors = live["actors"]
+        assert isinstance(actors, dict)
+        now, sampled = time.monotonic(), {name: actor["num_sampled"] for name, actor in actors.items()}
+        self._sampled.append((now, sampled))
+        while now - self._sampled[0][0] > _SPEED_SECONDS:
+            self._sampled.popleft()
+        begun, before = self._sampled[0]
+        grown = sum(number - before.get(name, 0) for name, number in sampled.items())
+        return grown / (now - begun) if now > begun else 0.0
 
 
 def _summary(ledger: Ledger) -> dict[str, object]:
@@ -77,6 +78,7 @@ def _summary(ledger: Ledger) -> dict[str, object]:
             "concurrency": sample.concurrency,
             "leases": ledger.num_leased_by(actor),
             "num_tokens": sample.num_tokens,
+            "num_sampled": sample.num_sampled,
             "heard_at": sample.at,
         }
         for actor, sample in ledger.actor_reports.samples.items()

@@ -52,7 +52,7 @@ def commits_of(num, running, step_seconds, seconds=1.0):
         load = running[step % len(running)]
         tokens, busy = tokens + int(load * seconds / step_seconds(load)), busy + load * seconds
         sample = SimpleNamespace(
-            at=step * seconds, num_tokens=tokens, running_seconds=busy, concurrency=64, counters=Counters()
+            at=step * seconds, num_sampled=tokens, running_seconds=busy, concurrency=64, counters=Counters()
         )
         commits.append(SimpleNamespace(step=step, actors={"actor-0/1": sample}, swaps=()))
     return commits
@@ -162,7 +162,7 @@ def test_schedules_that_take_turns_have_the_speeds_that_were_measured_in_turns()
 
 
 def sampled(num_tokens, **counters):
-    return SimpleNamespace(num_tokens=num_tokens, counters=Counters(**counters))
+    return SimpleNamespace(num_sampled=num_tokens, counters=Counters(**counters))
 
 
 def test_the_pause_of_a_paced_engine_is_a_mean_over_tokens():

@@ -283,5 +283,5 @@ def test_lengths_are_a_mean_or_a_histogram(tmp_path):
 def test_longer_completions_are_cut_at_the_limit():
     twice = Lengths.of([2, 30]).scaled(2, 50)
     assert (twice.mean, twice.longest) == (27, 50)
-    with pytest.raises(ConfigError, match="the factor must be above 0"):
+    with pytest.raises(ConfigError, match="the factor must be a number above 0"):
         twice.scaled(0, 50)

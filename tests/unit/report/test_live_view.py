@@ -67,8 +67,17 @@ def test_the_estimate_starts_at_the_second_step_without_the_start_of_the_engines
     commits = follower.commits.newest(4)
     first = commits[1].model_copy(update={"committed_at": commits[0].committed_at + 60})
     second = commits[2].model_copy(update={"committed_at": first.committed_at + 0.8})
-    assert live_view._eta([commits[0], first], 10) is None
-    assert live_view._eta([commits[0], first, second], 10) == pytest.approx(8 * 0.8)
+    assert live_view._eta([commits[0], first], 10, 1) is None
+    assert live_view._eta([commits[0], first, second], 10, 1) == pytest.approx(8 * 0.8)
+
+
+def test_the_estimate_of_a_conventional_run_counts_whole_phases(follower):
+    times = [0.0, 10.0, 10.1, 20.0, 20.1, 30.0, 30.1]  # two steps follow each wait for groups
+    last = follower.last
+    paced = [last.model_copy(update={"step": step, "committed_at": at}) for step, at in enumerate(times)]
+    assert live_view._eta(paced, 10, 2) == pytest.approx(20.0)
+    assert live_view._steps_per_phase({"schedule": {"kind": "conventional", "steps_per_phase": 2}}) == 2
+    assert live_view._steps_per_phase({"schedule": {"kind": "pipeline", "steps_per_phase": 2}}) == 1
 
 
 def test_a_hub_without_a_heartbeat_is_shown_as_stopped(follower):

@@ -34,8 +34,24 @@ def test_a_resume_changes_the_run_only_at_its_start(tmp_path, url):
     assert job.run is not None
     assert job.run.config == job.config
     assert not open_store(url).exists(RESUME_KEY)
-    note_resume(job.run.store, job.overrides)
+    note_resume(job.run, job.overrides)
     assert open_run(url).config == job.config
+
+
+ZERO, TORCH = ("learner.kind=deepspeed", "learner.zero_stage=2"), ("learner.kind=torch",)
+
+
+@pytest.mark.parametrize(
+    ("first", "resumes"),
+    [((), (ZERO, TORCH, ("learner.kind=deepspeed",))), (ZERO, (TORCH, ("learner.kind=deepspeed",)))],
+)
+def test_resumes_with_other_learners_can_follow_each_other(tmp_path, first, resumes):
+    created = run_url(str(tmp_path), "kinds")
+    create_run(created, load_config("quickstart", first), flow_run_id="f", mlflow=None)
+    for overrides in resumes:
+        job = resume_job(created, overrides, str(tmp_path))
+        note_resume(job.run, job.overrides)
+        assert open_run(created).config == job.config
 
 
 def test_a_resume_with_other_settings_is_refused(tmp_path, url):
@@ -56,7 +72,7 @@ def test_more_steps_keep_the_learning_rates_of_the_steps_before_and_the_run_says
     learner = job.config.learner
     assert learning_rate(20, learner, 20) == pytest.approx(learner.peak_lr * learner.final_lr_share)
     assert run_table(list_runs(open_store(str(tmp_path))))[1].split()[4] == "7/7"
-    note_resume(store, job.overrides)
+    note_resume(job.run, job.overrides)
     assert (open_run(url).config, planned_steps(store, open_run(url).record)) == (job.config, 20)
     assert run_table(list_runs(open_store(str(tmp_path))))[1].split()[4] == "7/20"
     again = resume_job(url, ["trainer.steps=30"], str(tmp_path))
@@ -82,7 +98,7 @@ def test_steps_that_the_run_cannot_have_are_refused(tmp_path, url, override, say
 def test_a_number_of_steps_is_stored_as_a_number(tmp_path, url, value):
     job = resume_job(url, [f"trainer.steps={value}"], str(tmp_path))
     assert job.overrides == ("trainer.steps=20",)
-    note_resume(open_store(url), job.overrides)
+    note_resume(job.run, job.overrides)
     assert planned_steps(open_store(url), open_run(url).record) == 20
 
 

@@ -82,6 +82,16 @@ def test_transformers_loads_the_weights_and_the_card_says_where_they_come_from(r
         assert exported.metadata() == {"format": "pt"}
 
 
+def test_an_export_of_a_read_only_model_can_be_written(run, tmp_path):
+    start = tmp_path / "start"
+    (start / "more").mkdir(mode=0o555)
+    (start / "tokenizer.json").chmod(0o444)
+    start.chmod(0o555)
+    export(run, tmp_path / "model", "last")
+    paths = [tmp_path / "model", *(tmp_path / "model").rglob("*")]
+    assert all(path.stat().st_mode & 0o200 for path in paths)
+
+
 def test_an_export_has_the_files_of_the_user_and_settings_that_name_them(run, tmp_path, monkeypatch):
     reward, loss = tmp_path / 'my "own"' / "mine.py", tmp_path / "code" / "mine.py"
     for file, text in ((reward, "def score(text): return 1.0\n"), (loss, "def surrogate(batch): return 1\n")):

@@ -82,7 +82,8 @@ def test_a_function_of_a_module_is_named_and_other_objects_are_refused():
 
 
 PROGRAM = """
-import json, re
+import json, random, re
+import xml.etree.ElementTree
 from math import sqrt as root
 from pipelinerl_core.tools.own_objects import function_location
 from typing import Optional
@@ -95,22 +96,34 @@ def even(n): return n == 0 or odd(n - 1)
 def odd(n): return n != 0 and even(n - 1)
 def score(text) -> Optional[float]: return root(len(Parser()(text))) * WORDS["a"] + even(2)
 print(function_location(score))
-handle = open("/dev/null")
+def tree(text): return float(xml.etree.ElementTree.fromstring(text).tag == "a")
+print(function_location(tree))
+def draw(text): return random.choice([1.0])
+print(function_location(draw))
+handle, choice, find = open("/dev/null"), random.Random(7).choice, re.compile("a").findall
 def bad(text): return handle
-try:
-    function_location(bad)
-except Exception as error:
-    print(error)
+def seeded(text): return choice([1.0])
+def found(text): return len(find(text))
+for function in (bad, seeded, found):
+    try:
+        function_location(function)
+    except Exception as error:
+        print(error)
 """
 
 
 def test_a_function_of_a_program_takes_along_what_it_uses(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    location, refusal = done.stdout.splitlines()
+    location, tree, draw, refusal, *others = done.stdout.splitlines()
     names = runpy.run_path(location.rpartition(":")[0])
     assert names["score"]("aaaaa") == 3**0.5 + 1
     assert names.keys().isdisjoint({"json", "lower"})
     assert names["LETTER"].flags & re.IGNORECASE
     assert refusal.startswith("the reward function uses handle, a TextIOWrapper")
     assert location.endswith(".py:score")
+    assert runpy.run_path(tree.rpartition(":")[0])["tree"]("<a/>") == 1.0
+    assert runpy.run_path(draw.rpartition(":")[0])["draw"]("") == 1.0
+    assert [other.split(",")[0] for other in others] == [
+        f"the reward function uses {name}" for name in ("choice", "find")
+    ]

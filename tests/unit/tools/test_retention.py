@@ -20,7 +20,7 @@ from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tools.archive import Archive, archive_runs
 from pipelinerl_core.tools.audit import Audit
 from pipelinerl_core.tools.retention import Removal, remove_runs, select_runs
-from tests.builders import put_epoch
+from tests.builders import hub_record, put_epoch
 from tests.conftest import use_endpoint
 from tests.fake_s3 import serving
 from tests.unit.tools.retention_case import GARBAGE, contents, do, nothing, refused, write_old_run
@@ -148,6 +148,18 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(root, tmp_path):
         assert "only by its name" in refused(*command, "--state", "unreadable", *at)
     assert [run["run_id"] for run in do("rm", "damaged", *at)["runs"]] == ["damaged"]
     assert "no run at" in do("rm", "live-2", *at, code=2)["errors"]["live-2"]
+
+
+def test_a_run_of_another_format_is_copied_and_removed_by_its_name(root, tmp_path):
+    write_old_run(root, "old")
+    store = root.child("old")
+    hub = json.loads(hub_record(live={"state": "done"}).model_dump_json())
+    for key, value in ((RUN_KEY, json.loads(store.get(RUN_KEY))), (HUB_KEY, {**hub, "of_another_release": 1})):
+        store.put(key, json.dumps({**value, "format_version": 3}).encode())
+    copied = do("archive", "old", "--root", root.url, "--to", tmp_path / "archive")
+    assert [run["run_id"] for run in copied["runs"]] == ["old"]
+    assert [run["run_id"] for run in do("rm", "old", "--root", root.url, "--yes")["runs"]] == ["old"]
+    assert root.children() == []
 
 
 def test_a_run_that_starts_after_the_question_is_kept(root):
