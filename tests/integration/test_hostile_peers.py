@@ -404,6 +404,8 @@ def test_a_client_without_the_token_is_refused(world):
 @pytest.mark.parametrize("act", [a_group_under_a_lost_lease, a_group_under_an_invented_lease])
 def test_rows_without_a_lease_in_force_are_stale_and_their_tokens_count_once_as_superseded(world, act):
     for moved in ({"generated": 24, "superseded": 24}, {}):
+        sampled = sum(number for name, number in world.tokens.items() if name in ("superseded", "ready")) - 24
+        world.intruder.sync(leases=tuple(world.intruder.leases), num_tokens=sampled + moved.get("generated", 0))
         answer = act(world)
         assert answer.code == "stale_lease"
         assert "is not in force" in answer.detail

@@ -242,7 +242,7 @@ def _is_trained(group, config):
     is_stale = [lag > config.schedule.max_lag for lag in lags]
     if all(is_stale) or (config.schedule.stale == "drop" and any(is_stale)):
         return False
-    has_parts = any(rollout.turn_rewards for rollout in scored) and config.loss.advantage == "turn"
+    has_parts = any(len(rollout.turn_rewards) > 1 for rollout in scored) and config.loss.advantage == "turn"
     is_equal = len({rollout.reward for rollout in scored}) == 1 and not has_parts
     return not (config.rollouts.filter_zero_variance and is_equal)
 

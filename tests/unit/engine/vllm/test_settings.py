@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -124,7 +125,8 @@ async def test_every_start_of_an_engine_core_draws_other_noise(monkeypatch):
         @classmethod
         def from_engine_args(cls, arguments, stat_loggers):
             seeds.append(arguments.seed)
-            return SimpleNamespace(output_handler=None, errored=False, shutdown=lambda timeout: None)
+            return SimpleNamespace(output_handler=None, errored=False, shutdown=lambda timeout: None,
+                                   output_processor=MagicMock())  # fmt: skip
 
     names = {
         "vllm": {"AsyncEngineArgs": SimpleNamespace},
