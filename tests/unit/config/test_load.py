@@ -326,6 +326,11 @@ def test_adapters_alone_are_not_broadcast():
         load_config("quickstart", [*adapters, "weights.transport=nccl", "engine.kind=vllm"])
 
 
+def test_an_engine_that_drains_first_receives_no_broadcast():
+    with pytest.raises(ConfigError, match=r"engine\.kv=drain first finishes .* Set engine\.kv=keep"):
+        load_config("quickstart", ["engine.kind=vllm", "engine.kv=drain", "weights.transport=nccl"])
+
+
 def test_no_key_appears_unannounced():
     assert known_keys() == GOLDEN.read_text().split()
 
