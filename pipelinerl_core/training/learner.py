@@ -65,15 +65,15 @@ class TorchLearner(BaseLearner):
                     self._optimizer.add_grads(result.gradients)
                 sums.add(result.batch, result.sums, result.trainer_logprobs_N, result.entropy_N)
                 del result  # its gradients, before the next pack is computed
-            gradients = self._optimizer.gradients()  # also of a step without a pack: the moments decay
             if self._ranks.size > 1:
-                self._ranks.sum_(gradients)
+                self._ranks.sum_(self._optimizer.gradients())
             grad_norm = self._optimizer.grad_norm()
             metrics = sums.over_ranks(self._ranks, self._device, grad_norm)  # the only wait for a GPU in a step
             check_finite(self.version + 1, metrics)
             rate = self._rate.at(self.version + 1, metrics)
             self._before_change()
-            self._optimizer.step(grad_norm, learning_rate=rate["train/learning_rate"])
+            if metrics["train/grad_norm"]:  # a step without a gradient leaves the moments, however it is cut
+                self._optimizer.step(grad_norm, learning_rate=rate["train/learning_rate"])
         return metrics | rate
 
     def _backward(self, batch: PackedBatch) -> _PackResult:
