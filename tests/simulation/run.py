@@ -100,10 +100,10 @@ class Settings(NamedTuple):
 
     @property
     def most_bytes(self) -> int:
-        """In the memory of the hub: twice its limit, and groups that actors have begun before they must wait."""
+        """In the memory of the hub: three times its limit, and groups that actors begin before they must wait."""
         own = self.config
         num_groups = self.num_actors * -(-own.engine.concurrency // own.rollouts.group_size)
-        return 2 * own.placement.hub_bytes + num_groups * self.group_bytes
+        return 3 * own.placement.hub_bytes + num_groups * self.group_bytes
 
     @property
     def plain(self) -> "Settings":
