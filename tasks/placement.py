@@ -270,11 +270,14 @@ class DeployedRole:
 
 def _other_owner(client: SyncPrefectClient, flow_run_id: UUID) -> FlowRun | None:
     """The flow run that has started this flow run, if it is another than the current and is running."""
-    parent_task = client.read_flow_run(flow_run_id).parent_task_run_id
-    owner_id = client.read_task_run(parent_task).flow_run_id if parent_task is not None else None
-    if owner_id is None or str(owner_id) == str(flow_run.id):
+    try:
+        parent_task = client.read_flow_run(flow_run_id).parent_task_run_id
+        owner_id = client.read_task_run(parent_task).flow_run_id if parent_task is not None else None
+        if owner_id is None or str(owner_id) == str(flow_run.id):
+            return None
+        owner = client.read_flow_run(owner_id)
+    except ObjectNotFound:  # a user has deleted it
         return None
-    owner = client.read_flow_run(owner_id)
     return owner if owner.state is not None and owner.state.is_running() else None
 
 

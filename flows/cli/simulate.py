@@ -1,5 +1,6 @@
 """`pipelinerl simulate`: throughput, lag and memory before a run."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -164,8 +165,8 @@ def _swept(
     from pipelinerl_core.planning.sweep import best_of, sweep, sweep_document, sweep_figure, sweep_lines
 
     for path in filter(None, (write, figure)):
-        if not Path(path).absolute().parent.is_dir():
-            raise ConfigError(f"{path}: its directory does not exist")
+        if not os.access(Path(path).absolute().parent, os.W_OK):
+            raise ConfigError(f"{path}: its directory does not exist or is not writable")
     points = sweep(
         source, config, keys, gpus=gpus, given=given,
         on_progress=lambda done, total: say(f"{done} of {total} combinations"),

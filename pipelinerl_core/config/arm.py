@@ -54,7 +54,9 @@ def read_arms(path: str) -> list[Arm]:
         raise ConfigError(f"--arms {path}: no such file")
     try:
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # also not UTF-8
+    except OSError as error:
+        raise ConfigError(f"--arms {path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # also not UTF-8
         raise ConfigError(f"--arms {path}: not valid TOML: {error}") from None
     for name, table in tables.items():
         if not isinstance(table, dict):

@@ -307,8 +307,8 @@ def _steps_per_phase(config: Mapping[str, Any]) -> int:
 def _eta(recent: Sequence[Commit], steps: int, phase: int) -> float | None:
     """Seconds to the last step at the median pace of `recent` steps: the time between two starts has no effect.
 
-    phase: steps of a phase, whose commits follow each other at once: a pace is that of a whole phase, as soon as
-    there are two. None before the second step. Of two paces the faster counts: the first step waits until the engines
+    phase: number of steps of a phase. The commits of a phase follow each other at once, so the pace is measured over
+    whole phases. None before the second step. Of two paces the faster counts: the first step waits until the engines
     have started.
     """
     if len(recent) < 3:

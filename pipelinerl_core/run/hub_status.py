@@ -9,10 +9,10 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from pydantic import ValidationError
 from pydantic_core import from_json
 
 from pipelinerl_core.errors import BrokenRecord, ConfigError, PipelineRLError
@@ -36,14 +36,10 @@ def read_hub_of_any_format(store: ObjectStore) -> HubRecord | None:
     try:
         return read_hub(store)
     except BrokenRecord:
-        values = from_json(store.get(HUB_KEY))
-        if not isinstance(values, dict):
-            raise
-        known = {key: value for key, value in values.items() if key in HubRecord.model_fields}
-        try:
+        with suppress(ValueError, AttributeError):  # no JSON, no object, or other fields
+            values = from_json(store.get(HUB_KEY))
+            known = {key: value for key, value in values.items() if key in HubRecord.model_fields}
             return HubRecord.model_validate({**known, "format_version": FORMAT_VERSION})
-        except ValidationError:
-            pass
         raise
 
 

@@ -337,7 +337,7 @@ class VLLMCore:
         return AsyncLLM.from_engine_args(arguments, stat_loggers=[self._stat_logger()])
 
     def _end_requests(self) -> None:
-        """Let open requests raise CoreDied: of a core that lives, they would wait for ever after its end."""
+        """Let open requests raise CoreDied. vLLM ends them itself only if the engine core dies."""
         if self.llm is not None:
             self.llm.output_processor.propagate_error(CoreDied("the engine core is stopped"))
 

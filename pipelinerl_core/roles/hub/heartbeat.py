@@ -64,8 +64,11 @@ class HubRecordBuilder:
         self._sampled.append((now, sampled))
         while now - self._sampled[0][0] > _SPEED_SECONDS:
             self._sampled.popleft()
-        begun, before = self._sampled[0]
-        grown = sum(number - before.get(name, 0) for name, number in sampled.items())
+        begun, _ = self._sampled[0]
+        first: dict[str, int] = {}  # a restarted hub hears of actors that have sampled long before
+        for _, numbers in self._sampled:
+            first = {**numbers, **first}
+        grown = sum(number - first[name] for name, number in sampled.items())
         return grown / (now - begun) if now > begun else 0.0
 
 

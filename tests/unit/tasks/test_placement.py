@@ -86,6 +86,8 @@ class Server:
         )  # fmt: skip
 
     def read_task_run(self, task_run_id):
+        if task_run_id not in self.states:
+            raise ObjectNotFound(Exception())
         return SimpleNamespace(flow_run_id=task_run_id)  # a task for each flow run that starts others
 
     def set_flow_run_state(self, run_id, state, force=False):
@@ -176,6 +178,13 @@ def test_a_member_that_another_flow_run_has_started_is_left_to_it_while_that_run
     server.states[owner] = Crashed()
     member().stop()
     assert server.states[run].is_cancelling()
+
+
+def test_a_member_whose_owner_was_deleted_is_stopped(server):
+    member()
+    server.owners[server.newest] = uuid.uuid4()
+    member().stop()
+    assert server.states[server.newest].is_cancelling()
 
 
 def test_while_the_server_is_away_the_replacement_waits(server):

@@ -6,12 +6,12 @@ import uuid
 
 import pytest
 
-from pipelinerl_core.errors import ChecksumMismatch, ConfigError, StoreError
+from pipelinerl_core.errors import BrokenRecord, ChecksumMismatch, ConfigError, StoreError
 from pipelinerl_core.report.run_list import Wanted, list_runs
 from pipelinerl_core.run import locate
 from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.context import open_run
-from pipelinerl_core.run.hub_status import HubWatch
+from pipelinerl_core.run.hub_status import HubWatch, read_hub_of_any_format
 from pipelinerl_core.run.locate import LATEST_KEY, remember_latest
 from pipelinerl_core.run.records import CONTROL_KEY, GARBAGE_KEY, HUB_KEY, RUN_KEY, role_key
 from pipelinerl_core.run.start_count import count_start
@@ -158,6 +158,10 @@ def test_a_run_of_another_format_is_copied_and_removed_by_its_name(root, tmp_pat
         store.put(key, json.dumps({**value, "format_version": 3}).encode())
     copied = do("archive", "old", "--root", root.url, "--to", tmp_path / "archive")
     assert [run["run_id"] for run in copied["runs"]] == ["old"]
+    store.put(HUB_KEY, b"no JSON")
+    with pytest.raises(BrokenRecord, match="not JSON"):
+        read_hub_of_any_format(store)
+    store.put(HUB_KEY, json.dumps({**hub, "of_another_release": 1, "format_version": 3}).encode())
     assert [run["run_id"] for run in do("rm", "old", "--root", root.url, "--yes")["runs"]] == ["old"]
     assert root.children() == []
 
