@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipelinerl_core.report.utilization import whole_phases
 from pipelinerl_core.run.records import Commit
 
 REWARD_STEPS = 10
@@ -167,7 +168,7 @@ def run_figures(run: ComparedRun, target: float) -> dict[str, float | None]:
         "time_to_target_seconds": at_target(lambda point: point.seconds),
         "samples_to_target": at_target(lambda point: float(point.samples)),
         "samples_per_second": samples[last] / seconds[last] if seconds.get(last) else None,
-        "rollouts_per_second": _steady_rate(samples, seconds),
+        "rollouts_per_second": _steady_rate(run.commits, samples, seconds),
         **step_costs(run.commits, seconds),
         **{key: _nested(run.report, path) for key, path in _FROM_REPORT.items()},
         "kl_mean": statistics.fmean(kl) if kl else None,
@@ -182,15 +183,16 @@ def run_figures(run: ComparedRun, target: float) -> dict[str, float | None]:
 
 
 def step_costs(commits: Mapping[int, Commit], seconds: Mapping[int, float]) -> dict[str, float | None]:
-    """Per step after the first: wall-clock seconds, and CPU seconds of all engines and of the trainer.
+    """Per step, in the whole phases after the first: seconds, and CPU seconds of all engines and of the trainer.
 
     CPU seconds are None if a role was restarted, because its counter restarts at 0.
     """
-    last = max(commits, default=0)
     keys = ("step_seconds", "engine_cpu_seconds", "trainer_cpu_seconds")
-    if last < 2 or 1 not in commits:
+    steady = _steady(commits)
+    if len(steady) < 2:
         return dict.fromkeys(keys)
-    first, end, num_steps = commits[1], commits[last], last - 1
+    first, end = steady[0], steady[-1]
+    num_steps = end.step - first.step
     engines = None
     if first.actors and first.actors.keys() == end.actors.keys():
         engines = sum(
@@ -199,7 +201,7 @@ def step_costs(commits: Mapping[int, Commit], seconds: Mapping[int, float]) -> d
     trainer = None
     if first.epoch == end.epoch and "time/cpu_seconds" in first.metrics and "time/cpu_seconds" in end.metrics:
         trainer = end.metrics["time/cpu_seconds"] - first.metrics["time/cpu_seconds"]
-    totals = (seconds[last] - seconds[1], engines, trainer)
+    totals = (seconds[end.step] - seconds[first.step], engines, trainer)
     return {key: None if total is None else total / num_steps for key, total in zip(keys, totals, strict=True)}
 
 
@@ -275,12 +277,19 @@ def compare(runs: Sequence[ComparedRun], arms: Sequence[str], reference: str, ta
     }
 
 
-def _steady_rate(samples: Mapping[int, int], seconds: Mapping[int, float]) -> float | None:
-    """Trained rollouts per second after the commit of step 1; None for fewer than two steps."""
-    first, last = 1, max(samples, default=0)
-    if first not in samples or seconds[last] <= seconds[first]:
+def _steady(commits: Mapping[int, Commit]) -> Sequence[Commit]:
+    """The trained commits by step, without the beginning of the first and the end of the last phase."""
+    return whole_phases([commits[step] for step in sorted(commits) if step > 0])
+
+
+def _steady_rate(
+    commits: Mapping[int, Commit], samples: Mapping[int, int], seconds: Mapping[int, float]
+) -> float | None:
+    """Trained rollouts per second after the first steady commit; None for fewer than two."""
+    steady = [commit.step for commit in _steady(commits)]
+    if not steady or seconds[steady[-1]] <= seconds[steady[0]]:
         return None
-    return (samples[last] - samples[first]) / (seconds[last] - seconds[first])
+    return (samples[steady[-1]] - samples[steady[0]]) / (seconds[steady[-1]] - seconds[steady[0]])
 
 
 def _nested(report: Mapping[str, Any], path: Sequence[str]) -> float | None:

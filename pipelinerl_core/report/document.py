@@ -224,16 +224,15 @@ def _tokens(facts: RunFacts) -> dict[str, Any]:
 
 
 def _rollouts_per_second(facts: RunFacts) -> float | None:
-    """Rollouts trained after the first step of each stretch, over the span."""
+    """Rollouts trained after the first step of each part of the span, over the span."""
     commits = list(facts.commits.values())
     seconds = utilization.span_seconds(commits)
-    firsts = {part[0].step for part in utilization.stretches(commits)}
     rows = {step.step: len(step.lengths) for step in facts.steps}
-    before, trained = 0.0, 0.0
+    samples, newest = {}, 0.0
     for commit in commits:
-        samples = commit.metrics.get("progress/samples", before + rows.get(commit.step, 0))
-        trained += 0.0 if commit.step in firsts else samples - before
-        before = samples
+        newest = commit.metrics.get("progress/samples", newest + rows.get(commit.step, 0))
+        samples[commit.step] = newest
+    trained = sum(samples[part[-1].step] - samples[part[0].step] for part in utilization.spans(commits))
     return trained / seconds if seconds else None
 
 

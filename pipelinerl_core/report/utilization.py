@@ -1,8 +1,9 @@
 """How busy trainer and actors were, computed from the commits.
 
-The span is the wall clock between the commits of the first and the last trained step, without the time in which the
-whole run was down: from the last commit before a kill to the first commit after the resume. The start of the
-processes and the first evaluation, before the span, are not part of the steady state either.
+The span is the wall clock between the commits of the first and the last published version, so that it has whole
+phases, without the time in which the whole run was down: from the last commit before a kill to the first commit after
+the resume. The start of the processes and the first evaluation, before the span, are not part of the steady state
+either.
 """
 
 import itertools
@@ -36,7 +37,16 @@ def stretches(commits: Sequence[Commit]) -> list[list[Commit]]:
 
 def span_seconds(commits: Sequence[Commit]) -> float | None:
     """Seconds of the span; None for fewer than two trained steps in a stretch."""
-    return sum(part[-1].committed_at - part[0].committed_at for part in _measurable(commits)) or None
+    return sum(part[-1].committed_at - part[0].committed_at for part in spans(commits)) or None
+
+
+def whole_phases(commits: Sequence[Commit]) -> Sequence[Commit]:
+    """From the first to the last published version of consecutive commits; all commits for fewer than two versions.
+
+    A phase of several steps generates before its first step, and publishes the version of its last step.
+    """
+    published = [index for index, commit in enumerate(commits) if commit.manifest is not None]
+    return commits[published[0] : published[-1] + 1] if len(published) > 1 else commits
 
 
 def down_seconds(commits: Sequence[Commit]) -> float:
@@ -55,8 +65,10 @@ def _was_down(before: Commit, after: Commit) -> bool:
     )
 
 
-def _measurable(commits: Sequence[Commit]) -> list[list[Commit]]:
-    return [part for part in stretches(commits) if part[-1].committed_at > part[0].committed_at]
+def spans(commits: Sequence[Commit]) -> list[Sequence[Commit]]:
+    """The whole phases of each stretch, as far as time passed between their commits."""
+    parts = map(whole_phases, stretches(commits))
+    return [part for part in parts if part[-1].committed_at > part[0].committed_at]
 
 
 def wait_seconds(commit: Commit, previous: Commit | None) -> float:
@@ -74,7 +86,7 @@ def trainer_idle_fraction(commits: Sequence[Commit]) -> float | None:
         return None
     waited = sum(
         max(0.0, min(wait_seconds(commit, previous), commit.reserved_at - part[0].committed_at))
-        for part in _measurable(commits)
+        for part in spans(commits)
         for previous, commit in itertools.pairwise(part)
     )
     return waited / seconds
@@ -88,7 +100,7 @@ def actor_use(commits: Sequence[Commit]) -> ActorUse | None:
     begins before the span counts with its share inside the span.
     """
     used = capacity = tokens = seconds = 0.0
-    for part in _measurable(commits):
+    for part in spans(commits):
         newest = start = part[0].committed_at
         for series in _series(part).values():
             for before, after in itertools.pairwise(series):
@@ -119,7 +131,7 @@ def wait_shares(commits: Sequence[Commit]) -> dict[str, float] | None:
 
     engine, window and stale_wait are shares of the trainer's time, actors is a share of the time of all engines.
     """
-    seconds, parts = span_seconds(commits), _measurable(commits)
+    seconds, parts = span_seconds(commits), spans(commits)
     if seconds is None or not parts[-1][-1].waits:
         return None
     num_actors = max(1, len({key.rpartition("/")[0] for part in parts for commit in part for key in commit.actors}))

@@ -20,7 +20,7 @@ _ENOUGH = 300
 """Of so many runs, some have done each of REACHED."""
 REACHED = (
     "a token is masked", "an actor continued tokens of another",
-    "an evaluation between the first and the last version",
+    "an evaluation between the first and the last version", "a step waits for old groups",
     *(f"a group is {fate}" for fate in ("trained", "failed", "filtered", "dropped_stale", "quarantined")),
 )  # fmt: skip
 

@@ -8,6 +8,7 @@ from pipelinerl_core.errors import ConfigError, Fenced, StoreUnavailable
 from pipelinerl_core.run.drain import ask_to_drain
 from pipelinerl_core.run.history import accept_lost_commits
 from pipelinerl_core.run.hub_status import HubWatch
+from pipelinerl_core.run.records import parse_step_key
 from pipelinerl_core.tools.gc import collect
 from tests.simulation.network import NETWORK
 from tests.simulation.store import SimulatedStore
@@ -89,8 +90,7 @@ def wrong_listing(run: "Simulation", rng: random.Random) -> str:
 def takeover(run: "Simulation", rng: random.Random) -> str:
     """A request of a role stalls; meanwhile another host starts the role."""
     name = rng.choice(["hub", "trainer", "trainer", "actor-0"])
-    stall = rng.randrange(12), rng.choice([0.05, 0.5, 5.0, 15.0])
-    run.processes[name].stall = stall
+    run.processes[name].stall = stall = _stall(rng, 10 ** rng.uniform(-2.0, 1.2))
     run.start(name, host=f"host-{rng.randrange(1000)}")
     return f"{name} {stall}"
 
@@ -139,29 +139,42 @@ def commits_lost(run: "Simulation", rng: random.Random) -> str:
 
 
 def damage(run: "Simulation", rng: random.Random) -> str:
-    """A bit of an object that the run can do without changes: of a segment, of the log of an actor, or once of
-    the newest checkpoint. Half of the times, the role that reads the object is killed."""
-    keys = sorted(key for key in run.disk.objects if key.startswith(("rollouts/", "partials/")))
-    checkpoints = sorted(key for key in run.disk.objects if key.startswith("checkpoints/"))
-    newest = [key for key in checkpoints if key.startswith(checkpoints[-1].rpartition("/")[0])]
-    is_earlier_damaged = any(key.startswith("checkpoints/") for key in run.disk.damaged)
-    is_first = all(key.startswith("checkpoints/00000000") for key in newest)
-    if rng.random() < 0.3 and not is_first and not is_earlier_damaged:
-        keys = newest
-    weights = sorted(key for key in run.disk.objects if key.startswith("weights/") and not key.endswith(".json"))
-    newest_version = int(weights[-1].split("/")[1].split(".")[0]) if weights else 0
-    if rng.random() < 0.3 and run.evaluates_on != "own" and 0 < newest_version < run.config.trainer.steps // 2:
-        keys = weights[-1:]  # later versions replace it
+    """A bit of an object that the run can do without changes. Half of the times, the role that reads it is killed."""
+    keys, reader = _expendable(run, rng)
     if not keys:
         return "nothing"
-    key = rng.choice(keys)
+    key, disk = rng.choice(keys), run.disk
     if rng.random() < 0.5:
-        run.processes["trainer" if keys is newest else "hub"].kill()
-    data = bytearray(run.disk.objects[key])
+        run.processes[reader].kill()
+    if key.startswith("batches/"):
+        run.has_lost_commits = True  # these steps cannot be trained again
+        disk.backup.setdefault(key, disk.objects[key])
+    data = bytearray(disk.objects[key])
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    run.disk.objects[key] = bytes(data)
-    run.disk.damaged.add(key)
+    disk.objects[key] = bytes(data)
+    disk.damaged.add(key)
     return key
+
+
+def _expendable(run: "Simulation", rng: random.Random) -> tuple[list[str], str]:
+    """Segments and logs of actors; once the newest checkpoint; an early version; or rows that were trained before the
+    newest two checkpoints, of which a backup exists. Also the role that reads them."""
+    disk, keys, reader = run.disk, sorted(run.disk.objects), "hub"
+    chosen = [key for key in keys if key.startswith(("rollouts/", "partials/"))]
+    checkpoints = [key for key in keys if key.startswith("checkpoints/")]
+    steps = sorted({parse_step_key(key)[0] for key in checkpoints})
+    is_damaged = any(key.startswith("checkpoints/") for key in disk.damaged)
+    if rng.random() < 0.3 and steps and steps[-1] and not is_damaged:
+        chosen, reader = [key for key in checkpoints if key.startswith(checkpoints[-1].rpartition("/")[0])], "trainer"
+    weights = [key for key in keys if key.startswith("weights/") and not key.endswith(".json")]
+    newest = parse_step_key(weights[-1])[0] if weights else 0
+    if rng.random() < 0.3 and run.evaluates_on != "own" and 0 < newest < run.config.trainer.steps // 2:
+        chosen, reader = weights[-1:], "hub"  # later versions replace it
+    first, _ = steps[-2:] if len(steps) > 1 else (0, 0)
+    batches = [key for key in keys if key.startswith("batches/") and parse_step_key(key)[0] <= first]
+    if rng.random() < 0.3 and batches:
+        chosen, reader = batches[-2:], "trainer"
+    return chosen, reader
 
 
 def messages_lost(run: "Simulation", rng: random.Random) -> str:
@@ -232,10 +245,19 @@ def terminate(run: "Simulation", rng: random.Random) -> str:
 
 
 def hang(run: "Simulation", rng: random.Random) -> str:
-    """A request to the store takes long."""
-    own = run.processes[rng.choice(run.names)]
-    own.stall = rng.randrange(12), rng.choice([5.0, 15.0, 45.0])
-    return f"{own.name} {own.stall}"
+    """A request to the store takes long, half of the times of a role that has just begun."""
+    name = rng.choice(run.names)
+    if rng.random() < 0.5:
+        run.processes[name].kill()
+        run.start(name)
+    run.processes[name].stall = stall = _stall(rng, rng.choice([0.5, 5.0, 15.0, 45.0]))
+    return f"{name} {stall}"
+
+
+def _stall(rng: random.Random, seconds: float) -> tuple[int, float, str]:
+    """One of the next requests, or of those for one kind of object, takes this long."""
+    prefix = rng.choice(["", "commits", "epochs", "rollouts"])
+    return rng.randrange(3 if prefix else 12), seconds, prefix
 
 
 def late_writes(run: "Simulation", rng: random.Random) -> str:
@@ -272,12 +294,21 @@ WEIGHTS = {"kill": 5, "kill after a change": 5, "pause": 2, "second process": 3,
 
 
 def plan(seed: int, number: int, steps: int, until: float) -> list[Fault]:
-    """`number` faults: half of them at random times before `until`, half soon after the commits of random steps."""
+    """`number` faults: half of them at random times before `until`, half soon after the commits of random steps.
+
+    Half of the runs have up to four kinds of faults, and in half of them most faults follow the commits of up to
+    three steps: a defect that only several such faults together show is then more likely (Groce et al. 2012, "Swarm
+    testing").
+    """
     rng = random.Random(f"faults {seed}")
-    kinds = rng.choices(list(WEIGHTS), list(WEIGHTS.values()), k=number)
+    chosen = list(WEIGHTS) if rng.random() < 0.5 else rng.sample(list(WEIGHTS), rng.randint(1, 4))
+    kinds = rng.choices(chosen, [WEIGHTS[kind] for kind in chosen], k=number)
+    after_steps, share = range(steps + 1), 0.5
+    if rng.random() < 0.5:
+        after_steps, share = rng.choices(after_steps, k=rng.randint(1, 3)), 0.8
     faults = []
     for kind in kinds:
-        step = rng.randint(0, steps) if rng.random() < 0.5 else None
+        step = rng.choice(after_steps) if rng.random() < share else None
         when = rng.uniform(0.1, until) if step is None else 0.3 * rng.random() ** 3
         faults.append(Fault(when, kind, rng.getrandbits(32), step))
     return faults

@@ -42,8 +42,9 @@ _NO_DEFENCE = (
     Edit("run/history.py", "default=-1) for _ in range(2))", "default=-1) for _ in range(1))"),
 )  # fmt: skip
 _FAILED_LISTING = Edit(
-    "tests/simulation/store.py", '        self._begin("list")\n',
-    '        try:\n            self._begin("list")\n        except StoreUnavailable:\n            return []\n',
+    "tests/simulation/store.py", '        self._begin("list", prefix)\n',
+    '        try:\n            self._begin("list", prefix)\n        except StoreUnavailable:\n'
+    "            return []\n",
 )  # fmt: skip
 DEFECTS: dict[str, tuple[Edit, ...]] = {
     "a failed listing is an empty listing (audit, 1)": (_FAILED_LISTING, *_NO_DEFENCE),
@@ -52,10 +53,6 @@ DEFECTS: dict[str, tuple[Edit, ...]] = {
         Edit("data/compaction.py", "                unwritten |= {(fate.group_id, fate.attempt) for commit in part"
              " for fate in commit.fates}\n", "                pass\n"),
         Edit("data/compaction.py", "read_verified(store, entry.name, entry)", "store.get(entry.name)"),
-    ),
-    "an error ends compaction for good (audit, 5)": (
-        Edit("roles/trainer/committer.py", "        except Exception as error:  # the result of this thread has no"
-             " reader\n", "        except StoreError as error:\n"),
     ),
     "the hub's start ends with a segment that is deleted meanwhile (audit, 5)": (
         Edit("roles/hub/recovery.py", "        except MissingObject as error:",

@@ -33,6 +33,8 @@ class Network:
         """Of rows in the memory of a hub."""
         self.sampled: Counter[tuple[str, int]] = Counter()
         """Actor epoch -> tokens that its engine has sampled."""
+        self.reached: Counter[str] = Counter()
+        """What hubs have done -> how often."""
 
     def drops(self, direction: str) -> bool:
         """Whether the next message is lost."""
@@ -161,7 +163,7 @@ class SimulatedFlight:
                     metadata, rows = exchange.requests.read()
                     self._dispatcher.answer(peer, metadata, rows)
                     hub: Any = self._dispatcher._service
-                    hub.read(lambda ledger: check_ledger(ledger, NETWORK.sampled))
+                    hub.read(lambda ledger: check_ledger(ledger, NETWORK.sampled, NETWORK.reached))
                     check_memory(hub._state.rows.used_bytes, NETWORK.most_bytes)
             except (StopIteration, OSError):
                 pass

@@ -23,11 +23,14 @@ from tests.simulation.parts import ScriptedLearner, versions_of
 from tests.simulation.store import PlainStore
 
 
-def check_ledger(ledger: Ledger, sampled: Mapping[tuple[str, int], int]) -> dict[str, object]:
+def check_ledger(
+    ledger: Ledger, sampled: Mapping[tuple[str, int], int], reached: "Counter[str]"
+) -> dict[str, object]:
     """Raises AssertionError if a group has two states, or if an account is not the sum of its groups.
 
-    sampled: actor epoch -> the tokens that its engine has sampled.
+    sampled: actor epoch -> the tokens that its engine has sampled. reached: counts what the hub has done.
     """
+    reached["a step waits for old groups"] += ledger._held_back is not None
     pool = ledger._pool  # the groups themselves: queries of the ledger give their numbers only
     reserved = [ref for reservation in pool.reservations.values() for ref in reservation.refs.values()]
     ready = [summary.ref for group_id in pool.ready if (summary := pool.ready.get(group_id)) is not None]

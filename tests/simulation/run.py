@@ -85,6 +85,8 @@ class Settings(NamedTuple):
     """Between two syncs of an actor."""
     step_seconds: float
     """Mean time of an optimizer step."""
+    file_steps: int
+    """Steps of a compacted object."""
     group_bytes: int
     """Memory of the hub for a group, beside its values."""
     diverges: bool
@@ -416,7 +418,7 @@ def replaced_machinery(simulation: Callable[[], Simulation], settings: Settings)
             (retrain, "processor", lambda: simulation().processor()), (evaluation, "build_task", task),
             (evaluator_main, "open_engine", engine),
             (service, "SYNC_SECONDS", settings.sync_seconds), (hub_rows, "GROUP_BYTES", settings.group_bytes),
-            (compaction, "FILE_STEPS", 6), (compaction, "MARGIN_STEPS", 3),
+            (compaction, "FILE_STEPS", settings.file_steps), (compaction, "MARGIN_STEPS", 3),
             (codec, "SEGMENT_OPTIONS", pa.ipc.IpcWriteOptions()),  # compression takes a quarter of the time
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(target, name, value))
@@ -467,6 +469,7 @@ def settings_of(seed: int, steps: int) -> Settings:
         diverges=other.random() < 0.3, has_errors=has_errors, has_processors=other.random() < 0.2,
         is_preemptive=other.random() < 0.5,
         first_steps=other.randint(1, steps) if other.random() < 0.3 else steps,
+        file_steps=other.choice([3, 6]),
     )  # fmt: skip
 
 
@@ -515,6 +518,9 @@ def simulate(
     """A run of `steps` steps with faults; kept: indices of the faults that happen, None for all."""
     settings = settings_of(seed, steps)
     simulation = simulated(settings, seed, num_faults, kept, has_logs=has_logs)
+    simulation.reached += NETWORK.reached
+    objects = simulation.disk.objects
+    objects |= {key: data for key, data in simulation.disk.backup.items() if key in objects}
     simulation.errors += check(
         PlainStore(simulation.disk), settings.config, simulation.reached, has_processors=settings.has_processors
     )

@@ -27,6 +27,8 @@ class Disk:
         """Until this time no object can be written."""
         self.damaged: set[str] = set()
         """Objects that a fault has damaged."""
+        self.backup: dict[str, bytes] = {}
+        """Objects before their damage; copied back before the audit."""
         self.removed: dict[str, bytes] = {}
         """Segments that were deleted."""
         self.written: dict[str, int] = {}
@@ -54,7 +56,7 @@ class SimulatedStore:
         """Numbers of the newest two listings of segments: a compaction lists them twice."""
 
     def put(self, key: str, data: bytes | memoryview, *, create_only: bool = False) -> None:
-        self._begin("put")
+        self._begin("put", key)
         own = self.disk.world
         if own.now < self.disk.full_until:
             raise StoreUnavailable(f"{self.url}/{key}: no space")
@@ -90,7 +92,7 @@ class SimulatedStore:
         raise StoreUnavailable(f"{self.url}: put: timed out")
 
     def get(self, key: str) -> bytes:
-        self._begin("get")
+        self._begin("get", key)
         data = self.disk.objects.get(key)
         self._answer("get")
         if data is None:
@@ -98,7 +100,7 @@ class SimulatedStore:
         return data
 
     def exists(self, key: str) -> bool:
-        self._begin("exists")
+        self._begin("exists", key)
         is_there = key in self.disk.objects
         self._answer("exists")
         return is_there
@@ -107,7 +109,7 @@ class SimulatedStore:
         return sorted({first for first, separator, _ in (key.partition("/") for key in self.list("")) if separator})
 
     def list(self, prefix: str) -> list[str]:
-        self._begin("list")
+        self._begin("list", prefix)
         if prefix == "rollouts":
             self._listings = [self._listings[1], self.disk.num_requests]
         top = f"{prefix}/" if prefix else ""
@@ -149,14 +151,14 @@ class SimulatedStore:
     def limited(self, seconds: float) -> "SimulatedStore":
         return self
 
-    def _begin(self, kind: str) -> None:
+    def _begin(self, kind: str, key: str = "") -> None:
         """The request is on its way."""
         disk, own = self.disk, self.disk.world
         disk.num_requests += 1
         own.sleep(own.rng.random() * (1.0 if own.now < disk.slow_until else 0.004))
-        if self._process.stall is not None:
-            left, seconds = self._process.stall
-            self._process.stall = (left - 1, seconds) if left else None
+        if self._process.stall is not None and key.startswith(self._process.stall[2]):
+            left, seconds, prefix = self._process.stall
+            self._process.stall = (left - 1, seconds, prefix) if left else None
             own.sleep(0.0 if left else seconds)
         self._may_fail(kind, "503")
 
@@ -193,6 +195,6 @@ class PlainStore(SimulatedStore):
     def _listed(self, top: str) -> builtins.list[str]:
         return sorted(key for key in self.disk.objects if key.startswith(top))
 
-    def _begin(self, kind: str) -> None: ...
+    def _begin(self, kind: str, key: str = "") -> None: ...
 
     def _answer(self, kind: str) -> None: ...

@@ -34,7 +34,7 @@ class Process:
         self.on_end: list[Callable[[Process], None]] = []
         self.stop: Any = None
         """Event that SIGTERM sets."""
-        self.stall: tuple[int, float] | None = None
+        self.stall: tuple[int, float, str] | None = None
         """After this number of requests to the store, a request takes these seconds."""
         self.changes_left: int | None = None
         """The process is killed right after this number of objects more that it writes or deletes."""

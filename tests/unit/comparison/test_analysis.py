@@ -79,6 +79,16 @@ def test_a_resume_before_the_first_step_counts_from_when_the_trainer_waited():
     assert active_seconds({**commits, 1: first}) == {0: 0, 1: 8, 2: 10}
 
 
+def test_the_rate_of_a_run_with_several_steps_a_phase_is_that_of_whole_phases():
+    # 20 s of generation and two steps of 5 s: 200 rollouts in 30 s.
+    commits = commits_at(0, 25, 30, 55, 60, 85, 90, 115)
+    commits = {step: commit.model_copy(update={"manifest": None}) if step % 2 else commit
+               for step, commit in commits.items()}  # fmt: skip
+    figures = run_figures(make_run("a", 0, commits, {}), 0)
+    assert figures["rollouts_per_second"] == pytest.approx(200 / 30)
+    assert figures["step_seconds"] == pytest.approx(15)
+
+
 def test_figures_of_a_run():
     run = make_run("a", 0, commits_at(0, 10, 12, 14), {0: 0.2, 1: 0.4, 3: 0.6, 9: 0.9})
     assert [(point.version, point.seconds, point.samples) for point in learning_curve(run)] == [

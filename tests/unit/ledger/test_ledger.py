@@ -345,7 +345,8 @@ def test_rows_for_a_lost_lease_are_refused_and_superseded_once(clock):
     for _ in range(2):
         with pytest.raises(StaleLease, match="group 0"):
             deliver(ledger, grant)
-    assert ledger.tokens()["superseded"] == 10
+    sync(ledger, A, 0, tokens=30)
+    assert (ledger.tokens()["superseded"], ledger.tokens()["in_flight"]) == (10, 20)
     check_closes(ledger.tokens())
 
 

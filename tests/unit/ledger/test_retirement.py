@@ -142,6 +142,24 @@ def test_a_life_with_an_undecided_group_is_not_retired():
     assert run.ledger.committed_step == 0
 
 
+def test_a_life_is_not_retired_while_a_ready_group_of_another_actor_has_its_tokens():
+    run = Run()
+    first = ActorKey("actor-0", 1)
+    run.deliver(first, lost=50)
+    run.commit()
+    for epoch in range(2, 9):
+        run.ledger.register_actor(ActorKey("actor-0", epoch))
+        run.deliver(OTHER, origins=(Origin("actor-0", 1, 5),))
+        assert first not in run.retire()
+        run.commit()
+    retired = []
+    for _ in range(RETIRE_COMMITS + 1):
+        retired += run.retire()
+        run.deliver(OTHER)
+        run.commit()
+    assert first in retired
+
+
 def test_tokens_that_another_actor_took_over_leave_superseded_when_they_arrive_after_the_retirement():
     run = Run()
     run.deliver(ActorKey("actor-0", 1), lost=30)

@@ -97,6 +97,16 @@ def test_trainer_idle_is_waiting_over_the_time_between_first_and_last_commit():
     assert utilization.trainer_idle_fraction(commits) == pytest.approx(5 / 20)
 
 
+def test_the_span_has_whole_phases():
+    # Phases of two steps: 20 s of generation, then two commits at 107 and 110, 137 and 140, 167 and 170.
+    commits = [commit_at(1, 100, wait=20.0), commit_at(2, 103, wait=0.0), commit_at(3, 130, wait=20.0),
+               commit_at(4, 133, wait=0.0), commit_at(5, 160, wait=20.0)]  # fmt: skip
+    commits = [commit.model_copy(update={"manifest": commit.manifest if commit.step % 2 == 0 else None})
+               for commit in commits]  # fmt: skip
+    assert utilization.span_seconds(commits) == pytest.approx(30)
+    assert utilization.trainer_idle_fraction(commits) == pytest.approx(20 / 30)
+
+
 def test_trainer_idle_without_measured_waits_is_the_gap_after_computing():
     # Computed at 106 and 116, reserved at 110 and 120: 4 s each, but the first commit is at 107, so 3 s count of one.
     commits = [commit_at(1, 100), commit_at(2, 110), commit_at(3, 120)]

@@ -126,6 +126,7 @@ def test_between_published_versions_the_newest_version_replaces_one_that_an_acto
     assert committer.manifest.version == 4  # also for a hub that starts now, although commit 5 names no version
     old = sample(3).model_copy(update={"at": -60.0})  # of an actor that is gone
     committer.republish_if_unreadable({"a/1": old, "b/1": sample(-1)}, 5, lambda: snapshot_of(WEIGHTS))
+    assert committer._republishing is None
     committer.close()
     versions = [manifest and manifest.version for manifest in link.manifests]
     assert versions == [0, None, None, 3, None, 4, None]
