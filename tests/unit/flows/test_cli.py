@@ -293,6 +293,17 @@ def test_status_of_a_run_that_has_not_begun_is_one_json_document(tmp_path):
     assert open_store(url).list("commits") == []
 
 
+def test_status_of_a_stopped_run_has_the_errors_with_which_its_roles_ended(tmp_path):
+    make_run(tmp_path, "a-1")
+    (logs := tmp_path / "a-1" / "logs").mkdir()
+    (logs / "trainer.log").write_text("2026-11-30 16:00:00,000 INFO x: step 3\nEngineError: out of memory\n")
+    (logs / "hub.log").write_text("2026-11-30 16:00:00,000 INFO x: the hub ends\n")
+    document = json.loads(pipelinerl("status", "a-1", "--root", str(tmp_path), "--json").stdout)
+    assert document["last_errors"] == {"trainer": "EngineError: out of memory"}
+    text = pipelinerl("status", "a-1", "--root", str(tmp_path)).stdout
+    assert "trainer ended with: EngineError: out of memory\nmore: pipelinerl logs a-1\n" in text
+
+
 def test_runs_lists_the_runs_of_a_root(tmp_path):
     make_run(tmp_path, "a-1")
     listed = json.loads(pipelinerl("runs", "--root", str(tmp_path), "--json").stdout)
