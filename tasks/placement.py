@@ -6,7 +6,6 @@ The flows call RunRoles with names of roles and do not depend on where a role ru
 import hashlib
 import logging
 import math
-import os
 import re
 import secrets
 import time
@@ -42,7 +41,7 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.gpu_counts import gpus_of
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded, Fenced, PipelineRLError, TrainingDiverged
 from pipelinerl_core.restart_budget import RestartBudget
-from pipelinerl_core.run.context import TOKEN_VARIABLE, RunContext, last_resume_at
+from pipelinerl_core.run.context import RunContext, given_token, last_resume_at
 from pipelinerl_core.run.evaluations import SCHEDULED
 from pipelinerl_core.run.locate import new_run_id
 from pipelinerl_core.run.records import eval_key
@@ -569,7 +568,7 @@ def hub_token(run: RunContext) -> str:
 
     Roles on work pools outlive a killed train flow and connect to the hub of the next start with the token they have.
     """
-    token = os.environ.get(TOKEN_VARIABLE, "")
+    token = given_token()
     if not token and run.config.placement.kind == "work_pools":
         with suppress(ConfigError):
             token = load_token(run.store.url)

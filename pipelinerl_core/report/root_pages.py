@@ -68,7 +68,7 @@ class RootPages:
         with self._lock:
             for url, page in list(self._pages.items()):
                 is_beyond = len(self._pages) > _PAGES and url not in recent
-                if runs.get(url, page.created_at) != page.created_at or url not in runs or is_beyond:
+                if runs.get(url) != page.created_at or is_beyond:
                     del self._pages[url]
 
     def runs(self, wanted: Wanted, sort: str) -> list[ListedRun]:

@@ -27,12 +27,13 @@ import json
 import logging
 import re
 import socket
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
-from typing import NoReturn
+from typing import Any, NoReturn
 from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
 
 from pipelinerl_core.errors import ConfigError, MissingObject, SchemaMismatch, StoreError, StoreUnavailable
@@ -79,6 +80,11 @@ class _Server(ThreadingHTTPServer):
         own = socket.gethostname()
         self._names = {name.lower().rstrip(".") for name in ("localhost", own, own.partition(".")[0], *names)}
         super().__init__(address, _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A reader that has closed the page is no error."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     def answers_to(self, host: str) -> bool:
         """Whether a Host header names this server; the port may be that of a forwarding."""

@@ -82,9 +82,17 @@ def open_run(url: str) -> RunContext:
     record = find_record(store, RUN_KEY, RunRecord)
     if record is None:
         raise ConfigError(f"{url}: no run here ({RUN_KEY} is missing). Start it with `pipelinerl train`")
-    token = os.environ.get(TOKEN_VARIABLE, "")
+    token = given_token()
     config = resume_config(build_config(record.config), resume_overrides(store))
     return RunContext(store=store, record=record, config=config, token=token)
+
+
+def given_token() -> str:
+    """The token of the hub in the environment, or an empty text. Raises ConfigError if gRPC could not send it."""
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(f"{TOKEN_VARIABLE}: must be one line of printable ASCII characters")
+    return token
 
 
 def resume_overrides(store: ObjectStore) -> tuple[str, ...]:

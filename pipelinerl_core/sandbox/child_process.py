@@ -42,10 +42,15 @@ def check_variables(key: str, names: Sequence[str]) -> None:
 
 
 def without_secrets(text: str, names: Sequence[str]) -> str:
-    """The text of an error without the values of the environment variables that only the child gets."""
+    """The text of an error without the values of the environment variables that only the child gets.
+
+    A limit of the text's length may have cut a value, and line breaks of a value may have become spaces.
+    """
     for name in names:
-        if len(value := os.environ.get(name, "")) >= SECRET_LETTERS:
-            text = text.replace(value, f"${name}")
+        value = os.environ.get(name, "")
+        for secret in (printable(value), *value.splitlines()):
+            for length in range(len(secret), SECRET_LETTERS - 1, -1):
+                text = text.replace(secret[:length], f"${name}").replace(secret[-length:], f"${name}")
     return text
 
 

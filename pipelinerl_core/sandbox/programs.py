@@ -96,7 +96,7 @@ class ProgramSandbox:
         arguments. Waits, inside of `waiting`, while another program runs. Raises SandboxEnded."""
         request: dict[str, Any] = {"program": program, "stdin": stdin}
         if calls is not None:
-            request = {"program": program, "function": function, "calls": calls}
+            request = {"program": program, "function": function, "calls": list(map(_as_text, calls))}
         data = json.dumps(request).encode()
         if len(data) > MAX_REQUEST_BYTES:
             raise ValueError(f"a program and its input have {len(data)} bytes; at most {MAX_REQUEST_BYTES}")
@@ -278,3 +278,12 @@ def host_isolation() -> str:
         return f"none, environment.kind=code is refused: {error}"
     sandbox.close()
     return sandbox.isolation + (f", because {sandbox.reason}" if sandbox.reason else "")
+
+
+def _as_text(arguments: Sequence[Any]) -> str:
+    """JSON; for values that JSON changes (tuples, sets, keys that are no texts), a literal of Python."""
+    try:
+        text = json.dumps(list(arguments))
+    except TypeError:
+        return repr(list(arguments))
+    return text if repr(json.loads(text)) == repr(list(arguments)) else repr(list(arguments))

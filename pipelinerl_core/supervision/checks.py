@@ -16,7 +16,7 @@ from http import HTTPStatus
 from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import NamedTemporaryFile, TemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryDirectory, TemporaryFile
 from threading import Timer
 from typing import Any
 from urllib.error import HTTPError
@@ -342,42 +342,43 @@ def _started(
     subject: str, module: str, given: Mapping[str, Any], seconds: float
 ) -> Iterator[Callable[[], list[str]]]:
     """Start such a module; yields the function that waits for its lines. The process ends with the block."""
-    command = ending_with_parent([sys.executable, "-m", module])
-    with TemporaryFile() as value:  # no pipe, whose writer would wait until the process reads
-        value.write(json.dumps(given).encode())
-        value.seek(0)
-        process = subprocess.Popen(
-            command,
-            env=role_environment(1, ""),
-            stdin=value,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    with TemporaryDirectory(ignore_cleanup_errors=True) as own:  # for files that the user's code leaves
+        command = ending_with_parent([sys.executable, "-m", module])
+        with TemporaryFile() as value:  # no pipe, whose writer would wait until the process reads
+            value.write(json.dumps(given).encode())
+            value.seek(0)
+            process = subprocess.Popen(
+                command,
+                env={**role_environment(1, ""), "TMPDIR": own},
+                stdin=value,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
 
-    def wait() -> list[str]:
-        note = Timer(
-            _QUIET_SECONDS,
-            lambda: logger.warning(
-                "%s: its check takes more than %.0f s, and may take %.0f s", subject, _QUIET_SECONDS, seconds
-            ),
-        )
-        note.daemon = True
-        note.start()
+        def wait() -> list[str]:
+            note = Timer(
+                _QUIET_SECONDS,
+                lambda: logger.warning(
+                    "%s: its check takes more than %.0f s, and may take %.0f s", subject, _QUIET_SECONDS, seconds
+                ),
+            )
+            note.daemon = True
+            note.start()
+            try:
+                stdout, stderr = process.communicate(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                advice = ". Download the files, and set prompts.path to them" if subject == "prompts" else ""
+                raise ConfigError(f"{subject}: the check did not end within {seconds:.0f} s{advice}") from None
+            finally:
+                note.cancel()
+            return result_of(subject, process.returncode, stdout, stderr)
+
         try:
-            stdout, stderr = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            advice = ". Download the files, and set prompts.path to them" if subject == "prompts" else ""
-            raise ConfigError(f"{subject}: the check did not end within {seconds:.0f} s{advice}") from None
+            yield wait
         finally:
-            note.cancel()
-        return result_of(subject, process.returncode, stdout, stderr)
-
-    try:
-        yield wait
-    finally:
-        process.kill()  # without effect on a process that has ended
-        process.communicate()
+            process.kill()  # without effect on a process that has ended
+            process.communicate()
 
 
 _SQLITE = "sqlite:///"

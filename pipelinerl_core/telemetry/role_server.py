@@ -72,8 +72,6 @@ def _bind(observed: Observed, host: str, port: int) -> "_Server":
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    # The next start of the role can bind the same port while old connections are in TIME_WAIT.
-    allow_reuse_address = True
 
     def __init__(self, address: tuple[str, int], observed: Observed) -> None:
         self.observed = observed

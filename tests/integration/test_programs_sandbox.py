@@ -120,24 +120,29 @@ def executed(choice, *programs, limits=LIMITS, **request):
 
 def test_input_imports_and_exits_work_in_the_sandbox(choice):
     read_twice = "print(repr(input()), repr(__import__('sys').stdin.read()), repr(__import__('sys').stdin.read()))"
-    uses, reads, imports, exits = executed(
+    uses, reads, imports, exits, quits = executed(
         choice,
         "import collections, decimal, re\nprint(re.sub('a', 'b', input()), sum(range(10)))",
         read_twice,
         "import sqlite3, unicodedata, numpy\nprint(numpy.arange(3).sum())",
         "print('done')\nraise SystemExit(0)",
+        "print('done')\nexit()",
         stdin="abc\nrest",
     )
     assert uses.output == "bbc 45\n"
     assert reads.output == "'abc' 'rest' ''\n"
     assert (imports.exit_code, imports.output) == (0, "3\n"), imports.errors
-    assert (exits.exit_code, exits.output) == (0, "done\n")
+    assert (exits.exit_code, exits.output) == (quits.exit_code, quits.output) == (0, "done\n")
 
 
 def test_calls_return_json_and_prints_do_not_disturb(choice):
     program = "def f(x, y=2):\n    print('noise')\n    return [x, (y, None)]"
     (done,) = executed(choice, program, function="f", calls=[[1], ["é", {"a": 1.5}]])
     assert [json.loads(line) for line in done.output.splitlines()] == [[1, [2, None]], ["é", [{"a": 1.5}, None]]]
+    program = "class Solution:\n    def f(self, *values): return repr(values)"
+    (done,) = executed(choice, program, function="f", calls=[[(1, [2])], [{1: None}, {True}], ["1", float("inf")]])
+    results = [json.loads(line) for line in done.output.splitlines()]
+    assert results == ["((1, [2]),)", "({1: None}, {True})", "('1', inf)"]
     (broken,) = executed(choice, "def f(x): return {1, 2}", function="f", calls=[[1]])
     assert (broken.exit_code, broken.output) == (1, "")
     assert "not JSON serializable" in broken.errors

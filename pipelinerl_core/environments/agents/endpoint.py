@@ -119,13 +119,12 @@ class Endpoint:
         connection = Connection(reader, writer, self._room)
         try:
             if len(self._connections) > MAX_CONNECTIONS:
-                await connection.send(_refusal(BadRequest(f"over {MAX_CONNECTIONS} connections are open", 503)))
-                return
+                raise BadRequest(f"over {MAX_CONNECTIONS} connections are open", 503)
             while not self._is_closed and (head := await connection.head()) is not None:
                 self._check_key(head)
                 await connection.send(await self._answered(head, await connection.body(head)))
         except BadRequest as error:
-            with suppress(ConnectionError):
+            with suppress(ConnectionError, asyncio.CancelledError):
                 await connection.refuse(_refusal(error))
         except (ConnectionError, asyncio.CancelledError):
             pass  # the program or `__aexit__` has closed the connection; a turn that it asked for goes on

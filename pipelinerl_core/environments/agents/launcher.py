@@ -20,6 +20,7 @@ The interpreter of a user's program runs this file with preloaded modules: Pytho
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import importlib
@@ -30,6 +31,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from typing import Any
@@ -108,6 +110,7 @@ def _become(request: dict[str, Any], descriptors: list[int], is_forked: bool) ->
             os.execvpe(command[0], command, environment)
         os.environ.clear()
         os.environ.update(environment)
+        atexit._clear()  # of the preloaded modules
         _run_python(command[1:])
     except SystemExit as error:
         if isinstance(error.code, str):
@@ -136,6 +139,8 @@ def _run_python(arguments: list[str]) -> None:
 
 def _leave(code: int) -> None:
     try:
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the end of an interpreter does
+        atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
     finally:

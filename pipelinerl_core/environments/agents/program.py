@@ -75,7 +75,9 @@ class Launcher:
 def program_environment(further: Mapping[str, str]) -> dict[str, str]:
     """The variables of a program: those of this process, and `further`. Requests to loopback use no proxy."""
     own = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
-    return {**own, "NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost", **further}
+    given = own.get("no_proxy") or own.get("NO_PROXY")
+    direct = f"{given},127.0.0.1,localhost" if given else "127.0.0.1,localhost"
+    return {**own, "NO_PROXY": direct, "no_proxy": direct, **further}
 
 
 class Output:
@@ -275,11 +277,13 @@ async def _ended(program: Program, endpoint: Endpoint) -> int:
 
 
 def _filled(command: Sequence[str], task: Mapping[str, Any]) -> list[str]:
-    """The command with "{column}" replaced by the columns of the task, in arguments that name a column."""
+    """The command with "{column}" replaced by the columns of the task, in arguments that name a column: a text as it
+    is, another value as JSON."""
     if not task:
         return list(command)
     columns = re.compile("|".join(re.escape(f"{{{name}}}") for name in task))
-    return [columns.sub(lambda match: str(task[match[0][1:-1]]), argument) for argument in command]
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in task.items()}
+    return [columns.sub(lambda match: texts[match[0][1:-1]], argument) for argument in command]
 
 
 def _end(status: int) -> str:

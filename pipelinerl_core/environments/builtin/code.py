@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from textwrap import dedent
 from typing import Any
 
 from pipelinerl_core.environments.api import BudgetSpent
@@ -127,14 +128,12 @@ class Code:
         done = await self._sandbox.run(program, function=function, calls=arguments, waiting=ask.waiting)
         lines = done.output.split("\n")[:-1]
         results = [_parsed(line) for line in lines[: len(calls)]]
-        passed = [
-            index < len(results) and same_value(results[index], call.result) for index, call in enumerate(calls)
-        ]
+        passed = [index < len(results) and _is_result(results[index], call) for index, call in enumerate(calls)]
         ran = done.exit_code == 0 and len(lines) == len(calls)
         if len(lines) > len(calls):  # the program wrote lines among the results
             passed = [False] * len(calls)
         first = passed.index(False) if False in passed else 0
-        shown = ", ".join(json.dumps(argument) for argument in calls[first].arguments)
+        shown = ", ".join(map(repr, calls[first].arguments))
         result = f"Result: {_short(lines[first])}" if first < len(lines) else "No result."
         return {
             "passed": passed,
@@ -156,7 +155,7 @@ def last_program(reply: str) -> str:
         return reply
     opening = (len(fences) - 1) // 2 * 2  # the last fence that opens a block
     end = fences[opening + 1][0] if opening + 1 < len(fences) else len(reply)
-    return reply[fences[opening][1] + 1 : end]
+    return dedent(reply[fences[opening][1] + 1 : end])  # a block in a list is indented
 
 
 def same_text(actual: str, expected: str) -> bool:
@@ -178,6 +177,11 @@ def same_value(actual: Any, expected: Any) -> bool:
     if isinstance(expected, dict) and isinstance(actual, dict):
         return actual.keys() == expected.keys() and all(same_value(actual[key], expected[key]) for key in expected)
     return type(actual) is type(expected) and bool(actual == expected)
+
+
+def _is_result(actual: Any, call: Call) -> bool:
+    is_list = call.is_wrapped and isinstance(call.result, list) and call.result
+    return same_value(actual, call.result) or bool(is_list and same_value(actual, call.result[0]))
 
 
 class _NoValue:

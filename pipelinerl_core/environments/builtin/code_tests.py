@@ -29,6 +29,8 @@ class Call:
 
     arguments: list[Any]
     result: Any
+    is_wrapped: bool = False
+    """The result may also be the first element of `result`: APPS and TACO write results as lists of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,7 @@ def _of_columns(value: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise ValueError("tests that are a mapping have two equally long lists, `inputs` and `outputs`")
     if name:
         pairs = zip(inputs, outputs, strict=True)
-        return [{"call": name, "arguments": arguments, "result": result} for arguments, result in pairs]
+        return [{"call": name, "arguments": given, "result": result, "wrapped": True} for given, result in pairs]
     return [{"stdin": given, "stdout": printed} for given, printed in zip(inputs, outputs, strict=True)]
 
 
@@ -86,7 +88,7 @@ def _parsed(test: Any) -> tuple[str, StdinTest | Call]:
     """The function that a test calls, empty without a call, and the test."""
     match test:
         case {"call": str() as name, "arguments": list() as arguments, "result": result} if name:
-            return name, Call(arguments, result)
+            return name, Call(arguments, result, is_wrapped=test.get("wrapped") is True)
         case {"stdin": str() as given, "stdout": str() as printed}:
             return "", StdinTest(given, printed)
         case {"input": str() as given, "output": str() as printed}:
@@ -106,9 +108,8 @@ def _of_assertion(text: str) -> tuple[str, Call]:
                 left=ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]), ops=[ast.Eq()],
                 comparators=[expected],
             ))]:  # fmt: skip
-                values = [ast.literal_eval(literal) for literal in (*arguments, expected)]
-                *given, result = json.loads(json.dumps(values, allow_nan=False))
-                return name, Call(given, result)
+                given = [ast.literal_eval(literal) for literal in arguments]
+                return name, Call(given, json.loads(json.dumps(ast.literal_eval(expected), allow_nan=False)))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         pass
     raise ValueError(f"a test is {text[:60]!r}, but only `assert NAME(LITERALS) == LITERAL` can be compared outside")

@@ -350,7 +350,10 @@ reward(1)
 def test_modules_are_imported_once_and_each_episode_runs_in_a_fork(tmp_path):
     script = tmp_path / "agent.py"
     script.write_text(
-        HELPERS + "show(['wave' in sys.modules, __name__, sys.argv[1]])\nchat([user('a')])\nsys.exit('bad luck')\n"
+        HELPERS + "show(['wave' in sys.modules, __name__, sys.argv[1]])\nchat([user('a')])\n"
+        "import atexit, threading, time\natexit.register(print, 'exit', file=sys.stderr)\n"
+        "threading.Thread(target=lambda: (time.sleep(0.1), print('thread', file=sys.stderr))).start()\n"
+        "sys.exit('bad luck')\n"
     )
     command = json.dumps([sys.executable, str(script), "{word}"])
 
@@ -369,7 +372,7 @@ def test_modules_are_imported_once_and_each_episode_runs_in_a_fork(tmp_path):
 
         return asyncio.run(main())
 
-    assert "ended with exit code 1: bad luck" in play('["wave"]')
+    assert "ended with exit code 1: bad luck thread exit" in play('["wave"]')
     assert json.loads((tmp_path / "shown").read_text()) == [True, "__main__", "hello"]
     assert "environment.preload=no_such: ModuleNotFoundError: No module named 'no_such'" in play('["no_such"]')
 

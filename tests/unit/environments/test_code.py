@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from pydantic import ValidationError
 
-from pipelinerl_core.environments.builtin.code import last_program, same_text, same_value
+from pipelinerl_core.environments.builtin.code import _is_result, last_program, same_text, same_value
 from pipelinerl_core.environments.builtin.code_exercises import ARGUMENTS, CodeExercises, _exercise
 from pipelinerl_core.environments.builtin.code_tests import Call, StdinTest, parse_tests
 from pipelinerl_core.environments.pool import _location
@@ -17,6 +17,7 @@ from pipelinerl_core.models.resolve import load_config
     ("reply", "program"),
     [
         ("print(1)", "print(1)"),
+        ("1. Program:\n   ```python\n   def f():\n       return 1\n   ```", "def f():\n    return 1\n"),
         ("Here:\n```python\nprint(1)\n```\nDone.", "print(1)\n"),
         ("```\nwrong()\n```\nBetter:\n```py\nprint(2)\n```", "print(2)\n"),
         ("```python\nprint(1)", "print(1)"),
@@ -37,8 +38,8 @@ def test_the_last_block_is_the_program(reply, program):
         ('[{"input": "1", "output": "2"}]', [StdinTest("1", "2")]),
         ({"inputs": ["1", ""], "outputs": ["2", "3"]}, [StdinTest("1", "2"), StdinTest("", "3")]),
         ([{"call": "f", "arguments": [1, "x"], "result": None}], [Call([1, "x"], None)]),
-        ('{"fn_name": "f", "inputs": [[1, 2]], "outputs": [3]}', [Call([1, 2], 3)]),
-        (["assert f((1, 2), -3) == {'a': [True]}"], [Call([[1, 2], -3], {"a": [True]})]),
+        ('{"fn_name": "f", "inputs": [[1, 2]], "outputs": [3]}', [Call([1, 2], 3, is_wrapped=True)]),
+        (["assert f((1, 2), -3) == {'a': (True,)}"], [Call([(1, 2), -3], {"a": [True]})]),
         ([{"stdin": "1", "stdout": "2", "call": None, "arguments": None}], [StdinTest("1", "2")]),
     ],
 )
@@ -46,6 +47,13 @@ def test_the_forms_of_data_sets_are_read(value, expected):
     tests = parse_tests(value)
     assert list(tests.all) == expected
     assert tests.function == ("f" if isinstance(expected[0], Call) else "")
+
+
+def test_a_result_of_apps_may_be_written_as_a_list_of_one():
+    assert _is_result(3, Call([1, 2], [3], is_wrapped=True))
+    assert _is_result([3], Call([1, 2], [3], is_wrapped=True))
+    assert not _is_result(3, Call([1, 2], [3]))
+    assert not _is_result([], Call([1, 2], [3], is_wrapped=True))
 
 
 @pytest.mark.parametrize(

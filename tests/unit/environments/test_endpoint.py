@@ -250,6 +250,8 @@ def test_connections_are_bounded_and_silent_ones_end(monkeypatch):
         silent = [await client.connect() for _ in range(3)]
         await until(lambda: len(client.endpoint._connections) == 3)
         reader, writer = await client.connect()
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")  # an answer that does not wait for it would be lost by a reset
+        await writer.drain()
         refused = await reader.read()
         writer.close()
         ended = [await reader.read() for reader, _ in silent]

@@ -8,7 +8,7 @@ import pytest
 
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError
 from pipelinerl_core.models.resolve import load_config
-from pipelinerl_core.run.context import open_run
+from pipelinerl_core.run.context import TOKEN_VARIABLE, open_run
 from pipelinerl_core.run.locate import create_run, run_url
 from pipelinerl_core.run.mlflow_run import run_tags
 from pipelinerl_core.run.user_code import code_commits, local_code, stored_code, warn_of_changed_code
@@ -100,3 +100,10 @@ def test_a_missing_file_is_a_configuration_error(tmp_path):
 def test_settings_that_contradict_each_other_are_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_config("quickstart", overrides)
+
+
+@pytest.mark.parametrize("token", ["abc\n", "pässword"])
+def test_a_token_that_no_connection_can_send_is_one_line(run, monkeypatch, token):
+    monkeypatch.setenv(TOKEN_VARIABLE, token)
+    with pytest.raises(ConfigError, match=f"{TOKEN_VARIABLE}: must be one line of printable ASCII"):
+        open_run(run.store.url)

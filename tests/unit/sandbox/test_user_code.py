@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from pipelinerl_core.sandbox.child_process import without_secrets
 from pipelinerl_core.sandbox.user_code import _executed, failure_line
 
 CODE = """
@@ -38,3 +39,12 @@ def test_a_group_of_exceptions_is_told_as_its_first(function, line):
     with pytest.raises(ExceptionGroup) as raised:
         asyncio.run(getattr(module, function)())
     assert failure_line(raised.value) == line
+
+
+def test_a_secret_that_was_cut_or_has_several_lines_is_removed_from_errors(monkeypatch):
+    monkeypatch.setenv("KEY", "Zx9QwErTyUiOpAsDfGhJkL")
+    monkeypatch.setenv("PEM", "-----BEGIN-----\nabcdefghijklmnop\nqrstuvwxyz012345\n-----END-----\n")
+    assert without_secrets("auth=Zx9QwErTyUiOp (j.py:5)", ["KEY"]) == "auth=$KEY (j.py:5)"
+    assert without_secrets("...OpAsDfGhJkL refused", ["KEY"]) == "...$KEY refused"
+    assert without_secrets("a -----BEGIN-----abcdefghijklmnopqrstuvwxyz012345-----END-----", ["PEM"]) == "a $PEM"
+    assert without_secrets("a -----BEGIN----- abcdefghijklmnop qrstuvwxyz012345", ["PEM"]) == "a $PEM $PEM $PEM"

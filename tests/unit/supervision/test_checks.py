@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import sqlite3
+import tempfile
 import time
 from base64 import b64encode
 from contextlib import closing
@@ -219,6 +220,17 @@ def test_a_database_that_cannot_be_opened_is_one_line_without_its_password(uri, 
         checks.check_mlflow(uri)
     assert "hunter2" not in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_files_that_the_users_code_leaves_in_a_check_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    (tmp_path / "mine").mkdir()
+    (own := tmp_path / "mine" / "leaves.py").write_text(
+        "import tempfile\ntempfile.mkdtemp()\ndef reward(prompt, text): return 1.0\n"
+    )
+    checks.check_reward(load_config("quickstart", [f"reward.function={own}:reward"]))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_a_long_check_is_named_in_the_log(monkeypatch, caplog):
