@@ -218,4 +218,5 @@ class _Handler(BaseHTTPRequestHandler):
         start, end = map(int, asked.groups())
         if start >= len(data):
             return 416, b"<Error><Code>InvalidRange</Code></Error>", {}
-        return 206, data[start : end + 1], headers
+        part = data[start : end + 1]
+        return 206, part, {**headers, "Content-Range": f"bytes {start}-{start + len(part) - 1}/{len(data)}"}

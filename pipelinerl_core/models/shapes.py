@@ -70,15 +70,21 @@ class ModelShape:
     vocabulary: int
     is_tied: bool
     """Embedding and head are one matrix."""
-    experts: int = 1
-    """Feed-forward layers of which each token uses some."""
+    experts: float = 1
+    """Feed-forward layers of which each token uses some, shared ones included, in units of `inner`."""
+    dense_layers: int = 0
+    """Layers that have one feed-forward layer of width dense_inner instead of experts."""
+    dense_inner: int = 0
+    matrices: int = 3
+    """Of a feed-forward layer: 3 with a gate, else 2."""
 
     @property
     def num_parameters(self) -> int:
         """All weights: embedding, head, and per layer attention, feed-forward and norms; biases are left out."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.groups)
-        layer = attention + 3 * self.hidden * self.inner * self.experts + 2 * self.hidden
-        return self.vocabulary * self.hidden * (1 if self.is_tied else 2) + self.layers * layer + self.hidden
+        widths = (self.layers - self.dense_layers) * self.inner * self.experts + self.dense_layers * self.dense_inner
+        layers = self.layers * (attention + 2 * self.hidden) + int(self.matrices * self.hidden * widths)
+        return self.vocabulary * self.hidden * (1 if self.is_tied else 2) + layers + self.hidden
 
     @property
     def cache_bytes(self) -> int:
@@ -108,14 +114,24 @@ def context_of(config: Mapping[str, Any]) -> int | None:
     return context if isinstance(context, int) else None
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_WITHOUT_GATE = ("bloom", "falcon", "gpt2", "gpt_neo", "gpt_neox", "gptj", "nemotron", "opt", "phi", "starcoder2")
+
+
 def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
     """The shape in a config.json; None if entries of a decoder are missing."""
     text = config.get("text_config", config)  # models with images keep the decoder's entries there
     try:
         heads, hidden = (int(text[name_in(text, name)]) for name in ("num_attention_heads", "hidden_size"))
-        experts = int(text.get("num_experts") or text.get("num_local_experts") or 1)
+        experts = int(next((text[name] for name in _EXPERTS if text.get(name)), 1))
         inner = int(text["moe_intermediate_size"] if experts > 1 and text.get("moe_intermediate_size") else
                     text.get(name_in(text, "intermediate_size")) or 4 * hidden)  # fmt: skip
+        shared, dense = 0.0, 0
+        if experts > 1:
+            shared = text.get("n_shared_experts") or text.get("moe_num_shared_experts") or 0
+            shared += (text.get("shared_expert_intermediate_size") or 0) / inner
+            dense = text.get("first_k_dense_replace") or text.get("moe_layer_start_index") or 0
+            dense += len(text.get("mlp_only_layers") or ())
         return ModelShape(
             hidden=hidden,
             inner=inner,
@@ -125,7 +141,10 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
             head_dim=int(text.get("head_dim") or hidden // heads),
             vocabulary=int(text["vocab_size"]),
             is_tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
-            experts=experts,
+            experts=experts + shared,
+            dense_layers=dense,
+            dense_inner=int(text.get(name_in(text, "intermediate_size")) or 4 * hidden),
+            matrices=2 if text.get("model_type") in _WITHOUT_GATE else 3,
         )
     except (KeyError, TypeError, ValueError):
         return None

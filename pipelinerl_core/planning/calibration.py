@@ -83,7 +83,8 @@ class Calibration:
             speeds, takes_turns = self.other_speeds, config.takes_turns
         measured = _crowding(self.config, self.cores, takes_turns=takes_turns)
         factor = _crowding(config, self.cores, takes_turns=config.takes_turns) / measured
-        return MeasuredSpeeds(decode=speeds.decode.times(factor), train=speeds.train.times(factor))
+        share = self.config.trainer.ranks / config.trainer.ranks
+        return MeasuredSpeeds(decode=speeds.decode.times(factor), train=speeds.train.times(factor * share))
 
     def work_of(self, config: RunConfig) -> Work:
         return replace(self.work, lengths=self.work.lengths.scaled(1.0, config.rollouts.max_tokens))
@@ -101,7 +102,22 @@ class Calibration:
             )
         if config.placement.actors > self.config.placement.actors and not self.cores:
             warnings.append("a limit of cores or accelerators: each further actor is as fast as the recorded ones")
+        changed = [name for name, value in _speed_settings(config).items()
+                   if value != _speed_settings(self.config)[name]]  # fmt: skip
+        if changed:
+            warnings.append(f"{', '.join(changed)}, which the recorded run had otherwise: the speeds are its own")
         return warnings
+
+
+def _speed_settings(config: RunConfig) -> dict[str, object]:
+    """Settings on which speeds depend, and which no factor takes into account."""
+    engine, learner, loss = config.engine, config.learner, config.loss
+    return {
+        "model.path": config.model.path, "learner.kind": learner.kind, "learner.lora_rank": learner.lora_rank,
+        "engine.kind": engine.kind, "engine.tensor_parallel": getattr(engine, "tensor_parallel", 1),
+        "engine.data_parallel": getattr(engine, "data_parallel", 1), "loss.teacher": loss.teacher,
+        "loss.kl_coefficient": loss.kl_coefficient,
+    }  # fmt: skip
 
 
 def _row_tokens(commit: Commit) -> float:

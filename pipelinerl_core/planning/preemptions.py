@@ -1,6 +1,7 @@
 """Preemptions of machines: a trace from a file or from rates, and the goodput of a run with them."""
 
 import csv
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,12 @@ def read_trace(text: str, config: RunConfig, seconds: float) -> list[Preemption]
             f"--preemptions {text}: give a CSV file of role,{','.join(_TIMES)} with times of 0 or more and roles "
             f"{', '.join(_OTHERS)}, actor-0 to {actors[-1]}; or rates above 0, such as actors=3600,hub=9e4,away=300"
         ) from None
+    for before, after in itertools.pairwise(sorted(trace, key=lambda event: (event.role, event.seconds))):
+        if before.role == after.role and after.seconds < before.seconds + before.away_seconds:
+            raise ConfigError(
+                f"--preemptions {text}: {after.role} goes at {after.seconds:g} s, but it has gone at "
+                f"{before.seconds:g} s for {before.away_seconds:g} s"
+            )
     return trace
 
 
@@ -48,7 +55,7 @@ def _made(text: str, actors: Sequence[str], seed: int, seconds: float) -> Iterat
     """Rows at rates. Raises ValueError."""
     rates = {key: float(value) for key, _, value in (part.partition("=") for part in text.split(","))}
     away, notice = rates.pop("away", 300.0), rates.pop("notice", 0.0)
-    if not min(rates.values(), default=0.0) > 0 or not min(away, notice) >= 0:
+    if not min(rates.values(), default=0.0) > 0 or not min(away, notice) >= 0 or rates.keys() - {*_OTHERS, "actors"}:
         raise ValueError
     random = np.random.default_rng(seed)
     for key, mean in rates.items():

@@ -101,9 +101,10 @@ def roofline(config: RunConfig, tokens: float) -> Accelerators:
     version = weights if config.weights.content == "merged" else 0.0
     flops = (4 if config.learner.lora_rank else 6) + 2 * config.checkpoints_activations("cuda")
     actor = next(role for role in fit.roles if role.role == "actor")
-    sequence = actor.gpu["one sequence"]
-    token_bytes = sequence / (config.rollouts.max_prompt_tokens + config.rollouts.max_tokens)
-    room = actor.limit_bytes - (actor.gpu_bytes - sequence)
+    cache = actor.gpu["one sequence" if engine.has_workers else "KV cache"]
+    slots = 1 if engine.has_workers else engine.concurrency
+    token_bytes = cache / (slots * (config.rollouts.max_prompt_tokens + config.longest_completion))
+    room = actor.limit_bytes - (actor.gpu_bytes - cache)
     shares = config.placement.share_gpu is True and not config.takes_turns
     optimizer = next(role.gpu["optimizer"] for role in fit.roles if "optimizer" in role.gpu)
     speeds = Roofline(

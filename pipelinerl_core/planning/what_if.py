@@ -133,7 +133,8 @@ def on_gpus(config: RunConfig, total: int, given: Collection[str] = ()) -> RunCo
         raise ConfigError(f"{text}, so none trains. Lower placement.actors or engine.tensor_parallel")
     if "trainer.ranks" not in given and not config.placement.share_gpu:
         return override_config(config, [f"trainer.ranks={total - generating}"])
-    if generating + config.trainer.ranks > total:
+    training = 0 if config.placement.share_gpu else config.trainer.ranks
+    if generating + training > total:
         raise ConfigError(f"{text}, and trainer.ranks={config.trainer.ranks} need more. Lower one of them")
     return config
 

@@ -28,7 +28,7 @@ from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.reading import list_keys
 from pipelinerl_core.run.records import Commit
 from pipelinerl_core.telemetry.log_lines import printable
-from pipelinerl_core.types import Rollout, TrainingRow
+from pipelinerl_core.types import Outcome, Rollout, TrainingRow
 
 _PLACE = re.compile(r"v(?P<version>\d{1,15})|(?P<group>\d{1,15})(\.(?P<rollout>\d{1,9})(:(?P<token>\d{1,9}))?)?")
 
@@ -180,6 +180,9 @@ class TracedRun:
         """
         if commit is not None and fate is not None and fate.fate == "trained":
             rows = [row for row in self.step_rows(commit) if row.rollout.group_id == group]
+            if rows and len(rows) < rows[0].rollout.group_size:  # the other rollouts have no reward
+                others = self._untrained(group, fate.attempt, commit)
+                rows += [TracedRow(rollout) for rollout in others if rollout.outcome is Outcome.ERROR]
         else:
             attempt = fate.attempt if fate is not None else None
             rows = [TracedRow(rollout) for rollout in self._untrained(group, attempt, commit)]

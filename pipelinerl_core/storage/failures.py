@@ -18,7 +18,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any, TypeVar
 
-from pipelinerl_core.errors import MissingObject, StoreError, StoreUnavailable
+from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class Failure(Enum):
     EXISTS = auto()
     OUTAGE = auto()
     REFUSED = auto()
+    CONFIG = auto()
 
 
 class NotS3(Exception):
@@ -83,6 +84,9 @@ def _failure_of_client(error: Exception) -> Failure | None:
 
     if isinstance(error, (exceptions.HTTPClientError, exceptions.ConnectionError)):
         return Failure.OUTAGE
+    if isinstance(error, (exceptions.NoCredentialsError, exceptions.PartialCredentialsError,
+                          exceptions.ProfileNotFound, exceptions.ParamValidationError)):  # fmt: skip
+        return Failure.CONFIG
     return Failure.REFUSED if isinstance(error, exceptions.BotoCoreError) else None
 
 
@@ -132,6 +136,9 @@ def repeated(
         now = time.monotonic()
         deadline = min(deadline, now + retry_seconds)
         reason = getattr(failure, "strerror", None) or str(failure) or silence
+        if kind is Failure.CONFIG:
+            text = " ".join(reason.split())  # botocore lists wrong parameters in lines
+            raise ConfigError(f"cannot {verb} {key!r} in {where}: {text[:300]}") from failure
         if kind is Failure.REFUSED or now + pause_seconds > deadline:
             raised = StoreError if kind is Failure.REFUSED else StoreUnavailable
             raise raised(f"cannot {verb} {key!r} in {where}: {reason}") from failure

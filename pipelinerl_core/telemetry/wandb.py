@@ -1,6 +1,8 @@
 """Writes the metrics of a run to Weights & Biases, beside MLflow. wandb's own service process buffers and uploads."""
 
+import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 INSTALL = "tracking.wandb=true needs the package wandb. Install it: pip install wandb"
 _INIT_SECONDS = 30
+_EVALUATED = "pipelinerl.evaluated"
 _ROOM = 1_000_000  # steps; wandb's service has a buffer of its own, on disk
 
 
@@ -57,6 +60,8 @@ class WandbTracker:
                 raise ConfigError(f"tracking.wandb=true: {reason} Or set WANDB_MODE=offline") from None
             logger.warning("%s; this start of the run is not logged there", reason)
         self._logged = self._last_logged() if self._run else NO_STEP
+        self._evaluated: dict[str, float | None] = self._last_evaluated() if self._run else {}
+        """Metric and version of each evaluation that wandb has -> its end."""
         self._own_page: str | None = self._run.url if self._run and not self._run.offline else None
 
     @property
@@ -77,18 +82,24 @@ class WandbTracker:
     def log(
         self, step: int, metrics: Mapping[str, float], *, at: float | None = None, weights_digest: str = ""
     ) -> None:
-        """Give the metrics of a step to both; wandb's x axis is the metric `step`."""
+        """Give the metrics of a step to both; wandb's x axis is the metric `step`. It would keep equal points."""
         self._inner.log(step, metrics, at=at, weights_digest=weights_digest)
         values: dict[str, Any] = {**metrics, "step": step}
+        name = f"{min(metrics, default='')}@{step}"
+        if step <= self._logged.step if weights_digest else self._evaluated.get(name, math.nan) == at:
+            return
         if weights_digest:
             self._logged = LoggedStep(step, weights_digest)
             self._quietly(lambda: self._run.summary.update({LOGGED_TAG: self._logged._asdict()}))
+        else:
+            self._evaluated[name] = at
+            self._quietly(lambda: self._run.summary.update({_EVALUATED: json.dumps(self._evaluated)}))
         self._quietly(lambda: self._run.log(values))
 
     def start_over(self, step: int) -> None:
         """Begin a new MLflow run; in wandb the steps of both timelines stay in one run."""
         self._inner.start_over(step)
-        self._logged = NO_STEP
+        self._logged, self._evaluated = NO_STEP, {}
 
     def log_artifact(self, name: str, data: bytes) -> None:
         """Give a file to the other tracker; a page is also shown by wandb."""
@@ -119,6 +130,10 @@ class WandbTracker:
     def _last_logged(self) -> LoggedStep:
         kept = self._run.summary.get(LOGGED_TAG)
         return LoggedStep(int(kept["step"]), str(kept["weights_digest"])) if kept else NO_STEP
+
+    def _last_evaluated(self) -> dict[str, float | None]:
+        kept: dict[str, float | None] = json.loads(self._run.summary.get(_EVALUATED) or "{}")
+        return kept
 
     def _quietly(self, action: Callable[[], None]) -> None:
         """The run does not depend on wandb, whatever its client raises."""

@@ -55,12 +55,29 @@ def _check_architecture(config: RunConfig) -> None:
             entries = hub_config(path)
     if entries is None:
         return  # no such model, which another check tells
+    if problem := rope_problem(entries, config.rollouts.max_prompt_tokens + config.longest_completion):
+        raise ConfigError(f"model.path={path}: {problem}")
     for role, problem in problems(entries, config.engine.kind).items():
         if problem:
             raise ConfigError(
                 f"model.path={path}: {entries.get('model_type', 'models without a model_type')} cannot be {role}: "
                 f"{problem}. docs/models.md has the families that run"
             )
+
+
+def rope_problem(entries: Mapping[str, Any], longest: int) -> str:
+    """Why sequences of `longest` tokens cannot be trained with the position embedding, empty if they can.
+
+    longrope takes its long factors for a whole pass if any sequence in it is longer than the original length.
+    """
+    rope = entries.get("rope_parameters") or entries.get("rope_scaling") or {}
+    original = rope.get("original_max_position_embeddings") or entries.get("original_max_position_embeddings")
+    if "longrope" not in (rope.get("rope_type"), rope.get("type")) or not original or longest <= original:
+        return ""
+    return (
+        f"with longrope, log-probabilities depend on the other sequences of a pass if any has more than {original} "
+        f"tokens, and sequences may have {longest}. Lower rollouts.max_tokens or rollouts.max_prompt_tokens"
+    )
 
 
 def problems(entries: Mapping[str, Any], engine: str) -> dict[str, str]:

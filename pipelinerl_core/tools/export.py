@@ -54,6 +54,7 @@ def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
         raise ConfigError(f"{directory}: cannot be written: {str(error)[:300]}") from None
     file = directory / WEIGHTS_FILE
     _write_model(run, commit, file)
+    _set_dtype(directory / "config.json", run.config.dtype)
     origin = {
         "run_id": run.run_id,
         "run": url,
@@ -65,6 +66,13 @@ def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
     write_card(run, commit.step, source, directory)
     (directory / EXPORT_ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
     return {**origin, "directory": str(directory), "num_bytes": file.stat().st_size}
+
+
+def _set_dtype(path: Path, dtype: str) -> None:
+    """Note the data type of the written weights, to which transformers converts them."""
+    entries = json.loads(path.read_text())
+    entries.pop("torch_dtype", None)  # of older versions of transformers
+    path.write_text(json.dumps({**entries, "dtype": dtype}, indent=2) + "\n")
 
 
 def _write_model(run: RunContext, commit: Commit, file: Path) -> None:

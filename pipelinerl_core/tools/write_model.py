@@ -5,16 +5,21 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipelinerl_core.algo.adapters import Adapters
+from pipelinerl_core.models.paths import require_model, weight_files
 from pipelinerl_core.roles.runtime.inference import base_weights
 from pipelinerl_core.roles.runtime.process import RUN, limit_threads, run_main
 from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.versions import find_commit, is_stored, stored_weights
 from pipelinerl_core.tools.replay import replayed_weights
+from pipelinerl_core.weights.base import BaseWeights
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 
@@ -34,10 +39,22 @@ def write_model(context: RunContext, version: str, file: Path) -> None:
         base = base_weights(context.config)
         assert base is not None
         weights = base.whole(weights, f"weights of version {version}")
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, file, metadata={"format": "pt"})
+    written = {**_buffers(require_model(context.config.model.path)), **weights}
+    save_file({name: tensor.contiguous() for name, tensor in written.items()}, file, metadata={"format": "pt"})
     umask = os.umask(0)
     os.umask(umask)
     file.chmod(0o666 & ~umask)  # save_file lets only the owner read
+
+
+def _buffers(directory: Path) -> dict[str, Tensor]:
+    """The stored tensors of a starting model that no step changes, such as corrections of a router."""
+    if not weight_files(directory):
+        return {}
+    with torch.device("meta"):
+        any_model: Any = AutoModelForCausalLM
+        model = any_model.from_config(AutoConfig.from_pretrained(directory))
+    base = BaseWeights(directory)
+    return {name: base.tensor(name) for name, _ in model.named_buffers() if name in base}
 
 
 def _merge(arguments: argparse.Namespace) -> None:

@@ -80,7 +80,8 @@ def add_adapters(model: Any, config: LearnerConfig, seed: int) -> None:
     )
     with torch.random.fork_rng(devices=[]):  # peft draws adapters on the CPU for every device
         torch.manual_seed(seed)
-        peft.inject_adapter_in_model(settings, model)
+        # Beside a config of transformers, peft would move targets to the experts in one tensor.
+        peft.inject_adapter_in_model(settings, torch.nn.ModuleDict({"model": model}))
     model.eval()  # new modules are in training mode
 
 

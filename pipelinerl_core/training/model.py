@@ -208,6 +208,8 @@ def checkpoint_activations(model: Any) -> None:
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = True
+            if isinstance(getattr(layer, "dropout", None), float):
+                setattr(layer, "dropout", 0.0)  # noqa: B010 - OPT's layer calls dropout itself
 
 
 def head_weight(model: Any) -> Tensor:

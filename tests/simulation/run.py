@@ -519,6 +519,8 @@ def simulate(
     settings = settings_of(seed, steps)
     simulation = simulated(settings, seed, num_faults, kept, has_logs=has_logs)
     simulation.reached += NETWORK.reached
+    if settings.first_steps < steps:  # the last version of the first start is evaluated in any case
+        del simulation.reached["an evaluation between the first and the last version"]
     objects = simulation.disk.objects
     objects |= {key: data for key, data in simulation.disk.backup.items() if key in objects}
     simulation.errors += check(

@@ -51,10 +51,13 @@ class Texts:
     def _look_up(self, run_id: str, ids: pa.Array) -> pa.Array:
         if run_id not in self._vocabularies:
             tokenizer = self._tokenizer(run_id)
-            rows = [[number] for number in range(tokenizer.get_vocab_size(with_added_tokens=True))]
+            size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1  # ids may have gaps
+            rows = [[number] for number in range(size)]
             texts = tokenizer.decode_batch(rows, skip_special_tokens=False)
             self._vocabularies[run_id] = pa.array(texts, pa.string())
-        return self._vocabularies[run_id].take(ids)
+        texts = self._vocabularies[run_id]
+        known = pc.if_else(pc.less(ids, len(texts)), ids, None)  # models have more ids than their tokenizers
+        return texts.take(known).fill_null("")
 
     def _by_run(
         self, run_ids: pa.ChunkedArray, values: pa.ChunkedArray, function: Callable[[str, pa.Array], pa.Array]

@@ -3,11 +3,13 @@
 import json
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.resolve import load_config
-from pipelinerl_core.tools.check_model import check, problems
+from pipelinerl_core.models.shapes import shape_of
+from pipelinerl_core.tools.check_model import check, problems, rope_problem
 from tests.families import FAMILIES, entries_of
 
 
@@ -17,6 +19,24 @@ def test_a_family_runs_or_is_refused_with_a_reason(family):
     expected = FAMILIES[family]
     assert {role for role, problem in results.items() if problem} == set(expected), results
     assert all(problem and "\n" not in problem for role, problem in results.items() if role in expected)
+
+
+@pytest.mark.parametrize("family", [family for family, refused in FAMILIES.items() if not refused])
+def test_the_number_of_parameters_is_that_of_the_model(family):
+    entries = entries_of(family)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**entries))
+    actual = sum(parameter.numel() for parameter in model.parameters())
+    assert shape_of(entries).num_parameters == pytest.approx(actual, rel=0.02)
+
+
+def test_longrope_is_refused_for_sequences_beyond_its_original_length():
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+    assert "more than 4096 tokens, and sequences may have 8192" in rope_problem({"rope_parameters": rope}, 8192)
+    assert not rope_problem({"rope_parameters": rope}, 4096)
+    assert not rope_problem({"rope_parameters": {"rope_type": "yarn"}}, 10**6)
+    old = {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096}
+    assert rope_problem(old, 5000)
 
 
 def test_the_reason_is_one_line_that_names_the_model_and_the_role(tmp_path):

@@ -241,6 +241,32 @@ def test_gpus_that_do_not_generate_train():
         on_gpus(PRESET, 14, {"trainer.ranks"})
 
 
+def test_a_shared_gpu_generates_and_trains():
+    shared = load_config("dapo-1.5b-1gpu")
+    assert on_gpus(shared, 1) == shared
+
+
+def test_the_cache_of_the_table_holds_sequences_of_the_longest_completion_in_both_engines():
+    predicted = [
+        document(Table(Lengths.of([1000])), override_config(PRESET, changes))["predicted"]["steps_per_second"]
+        for changes in (["placement.actors=6"], ["placement.actors=6", "eval.max_tokens=32000"])
+    ]
+    assert predicted[1] == pytest.approx(predicted[0], rel=0.05)
+    embedded = load_config("quickstart", ["placement.gpu=H100", "model.device=cuda"])
+    assert document(Table(), embedded)["predicted"]["steps_per_second"] > 0
+
+
+def test_more_ranks_train_faster_and_another_model_is_named():
+    config = build_config(SMALL)
+    twice = override_config(config, ["trainer.ranks=2"])
+    assert 2 * MEASURED.speeds_of(twice).train_seconds(2000) == pytest.approx(
+        MEASURED.speeds_of(config).train_seconds(2000)
+    )
+    assert not any("model.path" in line for line in MEASURED.warnings_of(twice))
+    other = override_config(config, ["model.path=another", "learner.lora_rank=4"])
+    assert any(line.startswith("model.path, learner.lora_rank, which") for line in MEASURED.warnings_of(other))
+
+
 def test_no_split_of_the_preset_within_hosts_is_much_faster():
     speeds = [
         document(Table(), on_gpus(override_config(PRESET, [f"placement.actors={actors}"]), 16))["predicted"]

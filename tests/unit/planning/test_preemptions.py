@@ -25,7 +25,9 @@ def test_a_file_is_read(tmp_path):
     assert trace == [Preemption(60.0, "trainer", 30.0), Preemption(5.0, "actor-1", 20.0, 120.0)]
 
 
-@pytest.mark.parametrize("row", ["5,actor-2,20,0", "-1,hub,20,0", "5,hub,inf,0", "5,hub,,0", "5,hub,1", "x,hub,1,0"])
+@pytest.mark.parametrize(
+    "row", ["5,actor-2,20,0", "-1,hub,20,0", "5,hub,inf,0", "5,hub,,0", "5,hub,1", "x,hub,1,0", "1.5,hub,1,0"]
+)
 def test_a_wrong_row_is_refused_in_one_line(tmp_path, row):
     with pytest.raises(ConfigError, match=r"--preemptions .*trace\.csv"):
         read_trace(written(tmp_path, f"1,hub,1,0\n{row}\n"), CONFIG, 0.0)
@@ -42,7 +44,9 @@ def test_a_made_trace_has_the_rates_and_no_role_ends_while_it_is_away():
     assert trace == read_trace("actors=100,hub=500,away=20,notice=5", CONFIG, 100_000)
 
 
-@pytest.mark.parametrize("rates", ["away=5", "actors=0", "actors=x", "evaluator=5", "actors=5,away=-1", "actors=nan"])
+@pytest.mark.parametrize(
+    "rates", ["away=5", "actors=0", "actors=x", "evaluator=5", "actors=5,away=-1", "actors=nan", "actor=9e9"]
+)
 def test_wrong_rates_are_refused(rates):
     with pytest.raises(ConfigError, match="rates above 0"):
         read_trace(rates, CONFIG, 100)

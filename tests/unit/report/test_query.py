@@ -292,6 +292,13 @@ def test_texts_of_several_runs_are_decoded_by_the_tokenizer_of_each(tmp_path):
         Texts(lambda _: str(tmp_path / "c")).decoded(runs, lists)
 
 
+def test_ids_beyond_a_vocabulary_with_gaps_have_no_text(tmp_path):
+    vocabulary = {"x": 0, "y": 5}
+    Tokenizer(models_of_tokenizers.WordLevel(vocabulary, unk_token="x")).save(str(tmp_path / "tokenizer.json"))
+    texts, runs = Texts(lambda _: str(tmp_path)), pa.chunked_array([["a", "a", "a"]])
+    assert texts.token_text(runs, pa.chunked_array([[5, 3, 151_700]])).to_pylist() == ["y", "", ""]
+
+
 def test_views_and_sources_are_the_same_names():
     records = {name for name, view in VIEWS.items() if not view.source}
     assert all(callable(getattr(RunReader, name)) for name in records)

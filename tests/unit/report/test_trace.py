@@ -17,7 +17,7 @@ from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.compacted import CommitListing, StepRange, list_commits
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import MANIFEST_FILE, RUN_KEY, RunRecord, checkpoint_prefix, commit_key, rollout_key
-from pipelinerl_core.types import Origin
+from pipelinerl_core.types import Origin, Outcome
 from tests.synthetic_run import (
     START,
     TRAINER_EPOCH,
@@ -120,6 +120,20 @@ def test_groups_that_were_not_trained_are_read_from_their_segment(run, group, fa
     assert [row["rollout"] for row in document["rollouts"]] == [f"{group}.0"]
     assert "not trained" in "\n".join(trace_lines(document))
     assert traced(run, f"{group}.0:3")["token"]["share"] is None
+
+
+def test_a_trained_group_has_its_rollouts_without_a_reward_too(run):
+    """The batch has the trained rows; the segment has all."""
+    rollouts = [make_rollout(group_id=900, spans=[(0, 0, 6)], prompt=PROMPT, completion="7+8=5", actor="actor-1",
+                             rollout_index=index) for index in range(4)]  # fmt: skip
+    rollouts[3] = replace(rollouts[3], reward=None, outcome=Outcome.ERROR, error="verifier: timed out")
+    commit = read_commits(run)[3]
+    rows = [training_row(rollout, advantage=0.5) for rollout in rollouts[:3]]
+    batches = put_batch(run, 3, TRAINER_EPOCH, rows)
+    put_record(run, commit_key(3, TRAINER_EPOCH), commit.model_copy(update={"batches": batches}))
+    run.put(rollout_key("actor-1", 1, 1), to_segment([encode_rollouts("synthetic", rollouts)]))
+    assert [row["rollout"] for row in traced(run, "900")["rollouts"]] == ["900.0", "900.1", "900.2", "900.3"]
+    assert "verifier: timed out" in "\n".join(trace_lines(traced(run, "900.3")))
 
 
 def test_lost_rows_are_an_error_and_removed_rows_are_said_to_be_removed(run, monkeypatch):

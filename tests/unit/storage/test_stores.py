@@ -295,9 +295,7 @@ def test_an_answer_that_no_s3_server_gives_is_an_outage(faulty, name, call):
     }  # fmt: skip
     server.script = [OUTAGES[name]]
     call_store = lambda: getattr(store, call)(*arguments.get(call, ("commits/a",)))  # noqa: E731
-    if name.startswith("200") and (
-        call == "get" or (call, name) in (("delete", "200 HTML"), ("delete", "200 empty"))
-    ):  # digests and formats protect what is read
+    if (call, name) == ("delete", "200 empty"):  # a server may answer so
         call_store()
     else:
         with pytest.raises(StoreUnavailable):
@@ -306,6 +304,26 @@ def test_an_answer_that_no_s3_server_gives_is_an_outage(faulty, name, call):
     patient = open_store("s3://bucket/runs")
     server.script = [OUTAGES[name]]
     assert patient.list("commits") == (["commits/a"] if "/bucket/runs/commits/a" in server.objects else [])
+
+
+def test_the_stores_of_all_runs_have_one_client(faulty):
+    faulty()
+    store = open_store("s3://bucket/runs")
+    assert store.child("a")._fs is store.child("b")._fs is store.limited(3.0)._fs is store._fs
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("AWS_ENDPOINT_URL_S3", "localhost:9000"), ("AWS_PROFILE", "no-such"), ("", "")],
+    ids=["endpoint", "profile", "bucket"],
+)
+def test_a_wrong_configuration_of_s3_is_a_config_error_of_one_line(faulty, monkeypatch, variable, value):
+    faulty()
+    if variable:
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError) as refused:
+        open_store("s3://bucket/run" if variable else "s3://My_Bucket!/run").list("commits")
+    assert "\n" not in str(refused.value)
 
 
 def test_s3_repeats_after_passing_errors_and_sends_no_surprise_checksums(faulty):

@@ -8,7 +8,16 @@ from pipelinerl_core.telemetry.redact import REDACTED, flatten, redact
 
 @pytest.mark.parametrize(
     "key",
-    ["hub.token", "s3.secret_access_key", "db.password", "apiKey", "x.api_key", "aws.accessKey", "credentials"],
+    [
+        "hub.token",
+        "s3.secret_access_key",
+        "a.api_keys",
+        "db.password",
+        "apiKey",
+        "x.api_key",
+        "aws.accessKey",
+        "credentials",
+    ],
 )
 def test_secrets_by_name(key):
     assert redact({key: "hunter2"}) == {key: REDACTED}
@@ -29,6 +38,14 @@ def test_counts_of_tokens_are_no_secrets(key):
         ("AKIAABCDEFGHIJKLMNOP", REDACTED),
         ("hf_abcdefghijklmnop", REDACTED),
         ("Bearer abcdefghijkl", REDACTED),
+        ("Authorization: Basic dXNlcjpwYXNz", REDACTED),
+        ("github_pat_11ABCDEFG0abcdefgh", REDACTED),
+        ("https://hooks.slack.com/services/T0/B0/abc", f"https://{REDACTED}"),
+        ("env AWS_SECRET_ACCESS_KEY=wJalrXUtnFEMI HOME=/root", f"env AWS_SECRET_ACCESS_KEY={REDACTED} HOME=/root"),
+        ("{'api_key': 'abcdefgh12', 'n': 1}", f"{{'api_key': '{REDACTED}', 'n': 1}}"),
+        ("password: hunter2hunter2", f"password: {REDACTED}"),
+        ("max_tokens=12345678", "max_tokens=12345678"),
+        ("JUDGE_KEY=$JUDGE_KEY", "JUDGE_KEY=$JUDGE_KEY"),
         ("http://127.0.0.1:5000", "http://127.0.0.1:5000"),
         ("token", "token"),
     ],

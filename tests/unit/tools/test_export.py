@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from pipelinerl_core.algo.adapters import AdapterNote, Adapters, factor_names
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.models.resolve import load_config
+from pipelinerl_core.models.tiny import shrunk
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import read_commit, take_epoch
 from pipelinerl_core.run.records import RUN_KEY, RunRecord
@@ -39,6 +40,36 @@ def model():
         Qwen2Config(vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
                     num_key_value_heads=1, tie_word_embeddings=True, pad_token_id=0)
     )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_an_export_has_the_type_of_the_run_and_the_buffers_of_the_starting_model(tmp_path):
+    entries = {**shrunk(AutoConfig.for_model("deepseek_v3").to_dict()), "vocab_size": 64, "n_routed_experts": 4,
+               "moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+               "first_k_dense_replace": 0}  # fmt: skip
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**entries)).eval()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_()
+    model = model.to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "start")
+    url = f"file://{tmp_path}/runs/one"
+    store = open_store(url)
+    put_run(
+        store, run_id="one", config=load_config("quickstart", [f"model.path={tmp_path}/start", "model.dtype=float32"])
+    )
+    epoch = take_epoch(store, "trainer", -1)
+    weights = {name: tensor.detach().float() * 1.0001 for name, tensor in model.named_parameters()}
+    manifest = publish(
+        WeightPublisher(store, run_id="one", epoch=epoch.epoch, use_shm=False), 0, weights, durable=True
+    )
+    put_commit(store, 0, epoch.epoch, run_id="one", manifest=manifest, weights_digest=digest_of(weights), metrics={})
+    export(url, tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for name, tensor in {**dict(model.named_buffers()), **weights}.items():
+        if name in exported.state_dict():
+            assert torch.equal(exported.state_dict()[name], tensor.float()), name
+    assert any(name.endswith("e_score_correction_bias") for name in exported.state_dict())
 
 
 @pytest.fixture

@@ -4,10 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.models.tiny import shrunk
 from pipelinerl_core.roles.trainer.adopt import _load_committed_weights
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.lora import (
@@ -17,7 +19,7 @@ from pipelinerl_core.training.lora import (
     share_frozen,
     trained_parameters,
 )
-from pipelinerl_core.training.model import checkpoint_activations, prepare_model
+from pipelinerl_core.training.model import _packed_logprobs, checkpoint_activations, prepare_model
 from pipelinerl_core.weights.checkpoint import save_checkpoint
 from tests.fakes import MemoryStore
 from tests.models import published_by, read_checkpoint, state_of
@@ -201,6 +203,25 @@ def test_the_frozen_base_is_the_reference_without_a_second_copy():
     assert distances[0] == pytest.approx(0.0, abs=1e-9)
     assert distances[2] > 1e-6
     assert all(weight.base.grad is None for weight in published_weights(model, 2.0))
+
+
+def test_a_model_with_experts_and_dense_layers_publishes_the_names_of_its_weights():
+    experts = {"n_routed_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_group": 2,
+               "topk_group": 1, "first_k_dense_replace": 1, "vocab_size": 64}  # fmt: skip
+    entries = {**shrunk(AutoConfig.for_model("deepseek_v3").to_dict()), **experts}
+    model = prepare_model(AutoModelForCausalLM.from_config(AutoConfig.for_model(**entries)))
+    names = [name for name, _ in model.named_parameters()]
+    add_adapters(model, lora_config().learner, 0)
+    assert [weight.name for weight in published_weights(model, 2.0)] == names
+    assert not any(".experts." in name for name in trained_parameters(model))
+
+
+def test_dropout_stays_off_in_recomputed_layers():
+    entries = {**shrunk(AutoConfig.for_model("opt").to_dict()), "vocab_size": 64, "dropout": 0.5}
+    model = prepare_model(AutoModelForCausalLM.from_config(AutoConfig.for_model(**entries)), "padded")
+    before = [logprobs.detach() for logprobs in _packed_logprobs(model)]
+    checkpoint_activations(model)
+    assert all(map(torch.equal, before, _packed_logprobs(model)))
 
 
 def test_activation_checkpointing_changes_no_gradient():
