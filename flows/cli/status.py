@@ -1,8 +1,12 @@
 """`pipelinerl status`: shows the progress of a run."""
 
+from typing import TYPE_CHECKING
+
 from pipelinerl.flows.cli.arguments import Json, Root, Run
 from pipelinerl.flows.cli.console import answer
-from pipelinerl_core.interfaces import ObjectStore
+
+if TYPE_CHECKING:
+    from pipelinerl_core.interfaces import ObjectStore
 
 
 def status(run: Run = "latest", root: Root = "", as_json: Json = False) -> None:
@@ -24,7 +28,7 @@ def status(run: Run = "latest", root: Root = "", as_json: Json = False) -> None:
     answer(document, [] if as_json else [format_status(store, document), *texts, f"at: {store.url}"], as_json=as_json)
 
 
-def _last_errors(store: ObjectStore, run_id: str) -> dict[str, str]:
+def _last_errors(store: "ObjectStore", run_id: str) -> dict[str, str]:
     """Role -> the last line of its newest log, if the line is no event of a normal end."""
     from pipelinerl_core.run.context import log_directory
     from pipelinerl_core.supervision.log_copies import all_logs
