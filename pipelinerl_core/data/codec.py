@@ -206,7 +206,7 @@ def from_segment(data: bytes | memoryview, key: str = "segment") -> list[pa.Reco
             batch.validate(full=True)
         recorded = (reader.metadata or {}).get(_CHECKSUMS, b"")
         computed = _checksums(batches)
-    except (pa.ArrowException, OSError, ValueError, MemoryError, AttributeError) as error:  # a column is no list
+    except Exception as error:  # a changed bit of the schema makes columns of any type, whose values may not exist
         raise SchemaMismatch(f"{key}: torn or corrupt Arrow file: {error}") from error
     if recorded != computed:
         raise SchemaMismatch(f"{key}: its values do not match the checksums in its footer")

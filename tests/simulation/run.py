@@ -575,5 +575,8 @@ def quiet() -> Iterator[None]:
 def outcome_of(seed: int, steps: int, num_faults: int) -> tuple[list[str], "Counter[str]"]:
     """What is wrong with a run, and what it has done."""
     with quiet():
-        run = simulate(seed, steps, num_faults)
+        try:
+            run = simulate(seed, steps, num_faults)
+        except Exception:  # noqa: BLE001 - of the oracle
+            return [traceback.format_exc()], Counter()
         return run.errors, run.reached

@@ -184,6 +184,16 @@ def test_a_segment_that_is_cut_at_any_place_is_refused():
             from_segment(data[:size], "rollouts/a/1.arrow")
 
 
+def test_a_column_of_another_type_whose_values_do_not_exist_is_a_damaged_segment():
+    """As a changed bit of the schema makes it (simulation, seed 100,000 and later)."""
+    column = pa.array([2**62], pa.int64()).view(pa.duration("s"))
+    batch, sink = pa.RecordBatch.from_arrays([column], ["group_id"]), pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    with pytest.raises(SchemaMismatch, match="key: torn or corrupt"):
+        from_segment(sink.getvalue(), "key")
+
+
 def test_no_flipped_byte_changes_the_values_that_are_read():
     batch = encode_rollouts("run", [by_hand(0), by_hand(1)])
     data = to_segment([batch])
