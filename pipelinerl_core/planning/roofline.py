@@ -160,8 +160,8 @@ class Table:
             sources = dict.fromkeys(INPUTS, "assumed: 0")
             sources |= dict.fromkeys(("decode", "train"), "configured: emulation.*")
         else:
-            card = CARDS[self._accelerators(config).speeds.name]
             name = self._accelerators(config).speeds.name
+            card = CARDS[name]
             flops, bandwidth = f"{card.teraflops:g} TFLOPS", f"{card.terabytes:g} TB/s"
             sources = {
                 "decode": f"looked up: {name}, {EFFICIENCY['bandwidth']:.0%} of {bandwidth}, "

@@ -51,10 +51,10 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         steps, so that tokens and log-probabilities depend only on the request and the weights, bit for bit, also when
         the request continues a prior. Slower: attention is over max_len, and each prompt token takes a step. The
         caller must use float32 weights and a fixed number of threads.
-    stream_interval: tokens between two chunks of a sequence; 0: chunks only at a swap and at the end (fastest).
 
-    If the prior of a request has tokens of a newer version than the engine's, the request waits until the engine has
-    that version. A request that could outgrow its slot is refused, so no completion is cut off below max_tokens.
+    A sequence has a chunk at each swap and at its end. If the prior of a request has tokens of a newer version than
+    the engine's, the request waits until the engine has that version. A request that could outgrow its slot is
+    refused, so no completion is cut off below max_tokens.
     """
 
     def __init__(
@@ -67,7 +67,6 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         weight_version: int = 0,
         kv: KVPolicy = "keep",
         deterministic: bool = False,
-        stream_interval: int = 0,
     ) -> None:
         if slots < 1 or max_len < 2:
             raise EngineError(f"slots={slots}, max_len={max_len}: at least one slot of two tokens is needed")
@@ -82,7 +81,6 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         self._version = weight_version
         self._kv = kv
         self._deterministic = deterministic
-        self._stream_interval = stream_interval
         self._in_slot: dict[int, SlotSequence] = {}
         self._free_slots = list(range(slots))  # a heap: low slots first keeps the decoded prefix short
         self._kept: dict[int, None] = {}
@@ -261,10 +259,6 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         for slots, reason in ((outcome.stopped, FinishReason.STOP), (outcome.exhausted, FinishReason.LENGTH)):
             for slot in slots.tolist():
                 self._finish(self._in_slot[slot], reason)
-        if self._stream_interval:
-            for slot, sequence in self._in_slot.items():
-                if self._table.num_completion(slot) - sequence.num_sent >= self._stream_interval:
-                    self._emit(sequence)
         return num_running
 
     def _admissible(self, count: int) -> list[SlotSequence]:

@@ -19,7 +19,6 @@ def load_engine(
     *,
     max_prompt_tokens: int,
     eos_token_ids: Iterable[int] | None = None,
-    weight_version: int = 0,
     device: torch.device | str = "cpu",
 ) -> EmbeddedEngine:
     """The embedded engine on a model directory (config.json and safetensors), without any network access.
@@ -37,7 +36,6 @@ def load_engine(
         slots=config.engine.concurrency,
         max_len=within_context(Path(path), max_prompt_tokens + config.longest_completion),
         eos_token_ids=eos_of(model) if eos_token_ids is None else eos_token_ids,
-        weight_version=weight_version,
         kv=config.engine.kv,
         deterministic=config.engine.deterministic,
     )

@@ -107,10 +107,6 @@ class SlotTable:
         begin, end = self._prompt_len[slot], self.num_known[slot]
         return self._token_ids_SL[slot, begin:end].copy(), self._logprobs_SL[slot, begin:end].copy()
 
-    def num_completion(self, slot: int) -> int:
-        """Completion tokens so far, including the tokens of a prior."""
-        return int(self.num_known[slot] - self._prompt_len[slot])
-
     def fed_tokens(self, slot: int) -> Int32Array:
         """The tokens that are in the KV memory (a view)."""
         return self._token_ids_SL[slot, : self.num_fed[slot]]

@@ -191,7 +191,7 @@ def test_deterministic_results_do_not_depend_on_slot_company_or_interruption_bit
         requests = [*others(num_before, num_before), mine(), *others(3, 100 + num_before)]
         tasks = {request.request_id: asyncio.create_task(finish(engine, request)) for request in requests}
         if interrupt_at is not None:
-            while "me" not in engine._running or engine._table.num_completion(num_before) < interrupt_at:  # noqa: ASYNC110
+            while "me" not in engine._running or len(engine._table.completion(num_before)[0]) < interrupt_at:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             partial = (await engine.abort(["me"]))["me"]
             assert await tasks["me"] is partial
@@ -286,9 +286,9 @@ def spy_on_rows(engine):
     return num_rows
 
 
-def test_chunks_come_every_stream_interval_tokens_and_at_each_swap():
-    async def main(stream_interval):
-        engine = EmbeddedEngine(tiny_model(), slots=1, max_len=64, eos_token_ids=[], stream_interval=stream_interval)
+def test_chunks_come_at_each_swap_and_at_the_end():
+    async def main():
+        engine = EmbeddedEngine(tiny_model(), slots=1, max_len=64, eos_token_ids=[])
         chunks = []
 
         async def consume():
@@ -300,8 +300,7 @@ def test_chunks_come_every_stream_interval_tokens_and_at_each_swap():
         await task
         return [(len(chunk.token_ids), chunk.weight_version) for chunk in chunks]
 
-    assert run(main(0)) == [(10, 0), (10, 3)]
-    assert run(main(4)) == [(4, 0), (4, 0), (2, 0), (4, 3), (4, 3), (2, 3)]
+    assert run(main()) == [(10, 0), (10, 3)]
 
 
 async def test_an_idle_engine_has_no_task():
@@ -422,12 +421,12 @@ async def test_an_engine_is_loaded_from_a_model_directory_with_its_end_tokens(tm
     model.generation_config.eos_token_id = [3, 4]
     model.save_pretrained(tmp_path)
     config = RunConfig.model_validate({"engine": {"concurrency": 4}, "rollouts": {"max_tokens": 60}})
-    engine = load_engine(tmp_path, config, max_prompt_tokens=10, weight_version=6)
+    engine = load_engine(tmp_path, config, max_prompt_tokens=10)
     with pytest.raises(EngineError, match="max_len=70"):
         engine.generate(ask("long", max_tokens=68))
     completions = await asyncio.gather(*(finish(engine, ask(f"r{i}", seed=i, max_tokens=60)) for i in range(8)))
     assert {int(completion.token_ids[-1]) for completion in completions} >= {3, 4}
-    assert {span.version for completion in completions for span in completion.weight_spans} == {6}
+    assert {span.version for completion in completions for span in completion.weight_spans} == {0}
 
 
 def test_a_missing_model_directory_is_an_engine_error(tmp_path):
