@@ -163,7 +163,7 @@ def _expendable(run: "Simulation", rng: random.Random) -> tuple[list[str], str]:
     chosen = [key for key in keys if key.startswith(("rollouts/", "partials/"))]
     checkpoints = [key for key in keys if key.startswith("checkpoints/")]
     steps = sorted({parse_step_key(key)[0] for key in checkpoints})
-    is_damaged = any(key.startswith("checkpoints/") for key in disk.damaged)
+    is_damaged = any(key.startswith(("checkpoints/", "batches/")) for key in disk.damaged)  # each needs the other
     if rng.random() < 0.3 and steps and steps[-1] and not is_damaged:
         chosen, reader = [key for key in checkpoints if key.startswith(checkpoints[-1].rpartition("/")[0])], "trainer"
     weights = [key for key in keys if key.startswith("weights/") and not key.endswith(".json")]
@@ -172,7 +172,7 @@ def _expendable(run: "Simulation", rng: random.Random) -> tuple[list[str], str]:
         chosen, reader = weights[-1:], "hub"  # later versions replace it
     first, _ = steps[-2:] if len(steps) > 1 else (0, 0)
     batches = [key for key in keys if key.startswith("batches/") and parse_step_key(key)[0] <= first]
-    if rng.random() < 0.3 and batches:
+    if rng.random() < 0.3 and batches and not any(key.startswith("checkpoints/") for key in disk.damaged):
         chosen, reader = batches[-2:], "trainer"
     return chosen, reader
 
