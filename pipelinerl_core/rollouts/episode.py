@@ -21,7 +21,8 @@ The log holds the tokens, and notes (JSON texts):
 ["late", "..."]              the environment took too long: the error beside the reward
 ["turn_rewards", [0.5, 1]]   the parts of the reward that belong to single turns
 ["task", "{...}"]            the environment's task, as in Rollout.task
-["transcript", "[5]", 2]     the result of an episode that is scored with its group: JSON, and the number of turns
+["transcript", "[5]", 2, false]  the result of an episode that is scored with its group: JSON, the number of turns,
+                             and whether no token or turn was left; older logs lack the latter
 
 An episode that is played again (another actor continues it, or the environment's process died) gets the logged turns
 as long as its messages become the logged tokens. From the first difference on the episode is sampled again.
@@ -241,9 +242,9 @@ class Episode:
         """Tokens that a context which begins at offset `context` may still have at offset `end`.
 
         All contexts share rollouts.max_tokens, without the tokens with which branches begin: those already there,
-        and `opening` further ones. The engine limits each context.
+        and `opening` further ones. The engine limits each context. The log may have later branches.
         """
-        limits, starts = self._config.rollouts, self.branch_starts
+        limits, starts = self._config.rollouts, [start for start in self.branch_starts if start < end]
         openings = sum(next(turn.start for turn in self._turns if turn.context == start) - start for start in starts)
         length = end - context if context else len(self.prompt_token_ids) + end
         return min(limits.max_tokens - (end - openings - opening), self._max_len - length)
@@ -328,7 +329,7 @@ class Episode:
         """Store the transcript; the reward follows when all episodes of the group have ended."""
         self._drop_unplayed()
         self.transcript = transcript
-        self._progress.note(json.dumps(["transcript", *transcript]))
+        self._progress.note(json.dumps(["transcript", *transcript, self._is_spent]))
 
     def _drop_unplayed(self) -> None:
         """Drop the turns of the log that the environment has not asked for: it has ended earlier."""
@@ -362,7 +363,7 @@ class Episode:
         elif kind == "turn_rewards":
             self._turn_rewards = tuple(values[0])
         elif kind == "transcript":
-            self.transcript = Transcript(*values)
+            self.transcript, self._is_spent = Transcript(*values[:2]), any(values[2:])
 
 
 class EpisodePlayer:

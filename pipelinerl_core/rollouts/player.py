@@ -105,8 +105,10 @@ class SingleTurns:
 
     def begin(self, prompt: Prompt, size: int) -> Sample:
         try:
-            encoded = self._codec.encode(prompt)
+            encoded, limit = self._codec.encode(prompt), self.config.rollouts.max_prompt_tokens
             problem = "" if len(encoded) else "it has no tokens"
+            if len(encoded) > limit:  # for which the engine has room if completions of others may be longer
+                problem = f"its {len(encoded)} tokens exceed rollouts.max_prompt_tokens={limit}"
         except ConfigError as error:  # of this prompt: the others can be used
             encoded, problem = NO_PROMPT, str(error)
         prompt_token_ids = encoded if len(encoded) else NO_PROMPT

@@ -9,7 +9,7 @@ from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.interfaces import Engine
 from pipelinerl_core.roles.runtime.evaluation import Evaluation
 from pipelinerl_core.run.context import RunContext
-from pipelinerl_core.run.records import EVALS_PREFIX, eval_version
+from pipelinerl_core.run.records import EVALS_PREFIX, eval_key, eval_version
 from pipelinerl_core.types import Chunk, EngineRequest
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,8 @@ class ActorEvaluation:
     async def _run(self, due: int) -> None:
         try:
             keys = await asyncio.to_thread(self._context.store.list, EVALS_PREFIX)
-            if any(eval_version(key) >= due for key in keys):
+            # The record without the name of a set is written last: an actor may have ended between two sets.
+            if any(eval_version(key) >= due and key == eval_key(eval_version(key)) for key in keys):
                 return
             if self._evaluation is None:
                 self._evaluation = await asyncio.to_thread(self._build)

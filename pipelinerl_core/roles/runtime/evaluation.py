@@ -18,7 +18,7 @@ import numpy as np
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.mixture import naming
-from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.errors import ConfigError, EngineError
 from pipelinerl_core.interfaces import Engine
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.roles.runtime.task import Task, build_task
@@ -115,9 +115,10 @@ class Evaluation:
         """
         records: list[EvalRecord] = []
         for held_out in self._sets:
+            limit = await asyncio.to_thread(self._limit, held_out.name, num_prompts)
             record = await measure(
-                self._engine, held_out, slots=self._slots, num_prompts=self._limit(held_out.name, num_prompts),
-                max_seconds=max_seconds, report=self._report,
+                self._engine, held_out, slots=self._slots, num_prompts=limit, max_seconds=max_seconds,
+                report=self._report,
             )  # fmt: skip
             records.append(await self._write(record))
         if not self._config.mixture:
@@ -153,7 +154,10 @@ async def measure(
     max_seconds: float = math.inf,
     report: Callable[[str], None] = lambda progress: None,
 ) -> EvalRecord:
-    """Evaluate the engine's version on the first `num_prompts` of a set; see `Evaluation`."""
+    """Evaluate the engine's version on the first `num_prompts` of a set; see `Evaluation`.
+
+    Raises EngineError, in a group, if the engine ends for good meanwhile.
+    """
     config = held_out.task.config.for_evaluation
     player = replace(held_out.task, config=config).player(engine)
     started, version = time.monotonic(), engine.weight_version
@@ -169,6 +173,8 @@ async def measure(
                 _answer(held_out, sample, config, index, place, number) for place, number in enumerate(numbers)
             )
             answers[index] = await asyncio.gather(*rollouts)
+            if failure := getattr(engine, "failure", ""):  # not the model's errors: another engine evaluates again
+                raise EngineError(failure)
             if version == 0 and len(answers) == min(_FIRST_PROMPTS, len(prompts)):
                 _require_rewards(answers.values(), held_out.name)
 

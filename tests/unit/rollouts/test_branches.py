@@ -228,3 +228,20 @@ def test_any_task_becomes_bounded_json(task, columns):
 
 def test_without_branches_nothing_changes():
     assert play(Environments(), OWN)[0].branch_starts == ()
+
+
+def test_a_repeated_play_is_told_the_tokens_left_of_its_turn_whatever_branches_the_log_has_after_it():
+    class Noting(Branching):
+        async def play(self, task, seed, host):
+            self.left = []
+            for turn, after in enumerate((-1, *self.follows)):
+                content = [7, turn % 8] if after < 0 else [turn % 8]
+                reply = await host.ask([{"role": "user", "content": content}], [], after)
+                self.left.append(reply.tokens_left)
+            return Played(score=Score(1.0))
+
+    first, again = Noting([0, -1, 0, 2, -1]), Noting([0, -1, 0, 2, -1])
+    rows = play(first, SETTINGS)[3]
+    (restored,) = join_rows([replace(row, outcome=None, reward=None, reward_components=()) for row in rows]).values()
+    assert play(again, SETTINGS, restored=restored)[5].counts.dropped == 0
+    assert again.left == first.left

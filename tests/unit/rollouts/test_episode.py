@@ -82,11 +82,16 @@ class Environments:
 
 
 class LoggingEngine(EmbeddedEngine):
-    """Collects the log of one episode after every chunk."""
+    """Sends a chunk after every token, and collects the log of one episode."""
 
     progress = None
     rows = ()
     swap_at = ()
+
+    def _step(self):
+        num_running = super()._step()
+        self.flush()
+        return num_running
 
     async def generate(self, request):
         async for chunk in super().generate(request):
@@ -111,8 +116,7 @@ def engine(version=0, **more):
     if version:
         model.load_state_dict(newer(version))
     return LoggingEngine(
-        model, slots=2, max_len=48, eos_token_ids=(END,), deterministic=True, stream_interval=1,
-        weight_version=version, **more,
+        model, slots=2, max_len=48, eos_token_ids=(END,), deterministic=True, weight_version=version, **more,
     )  # fmt: skip
 
 
@@ -570,3 +574,18 @@ def test_one_turn_alone_has_no_turn_spans():
     assert episode.loss_mask.all()
     assert isinstance(episode, Episode)
     assert TurnSpan(0, progress.num_tokens) not in episode.turn_spans
+
+
+def test_an_episode_that_is_only_scored_again_was_still_cut_off():
+    class Spends(Compared):
+        async def play(self, task, seed, host):
+            while await host.ask([{"role": "user", "content": [1]}], [], len(self.replies) - 1):
+                self.replies.append(None)
+            return Transcript("1", len(self.replies))
+
+    settings = config("environment.path=x.py:Count", "prompts.kind=environment", "environment.max_turns=2")
+    whole = play(Spends(), settings)
+    assert whole[0].finish_reason is FinishReason.LENGTH
+    rows = [replace(row, outcome=None, reward=None, finish_reason=None, reward_components=()) for row in whole[3]]
+    (restored,) = join_rows(decode_partials(encode_partials(rows))).values()
+    assert same(whole, play(Spends(), settings, restored=restored))

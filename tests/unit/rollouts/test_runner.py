@@ -207,3 +207,18 @@ def test_a_group_of_a_mixture_is_played_by_the_player_of_its_part():
     with pytest.raises(RuntimeError, match="guess plays guess"):
         asyncio.run(mixture.run(lease().model_copy(update={"prompt": replace(PROMPT, source="guess")})))
     assert mixture.growth() == []
+
+
+def test_a_longer_prompt_is_an_error_also_if_the_engine_has_room_for_it():
+    """With eval.on=actors the engine has room for a completion of an evaluation."""
+    settings = load_config("quickstart", ["rollouts.max_prompt_tokens=2", "rollouts.max_tokens=24"])
+
+    async def main():
+        engine, _ = runner(Scorer())
+        codec = TextCodec(encode=lambda prompt: np.array([1, 2, 3], np.int32), decode=str)
+        rollouts = await GroupRunner({"": SingleTurns(engine, Scorer(), codec, settings)}, actor="b").run(lease())
+        await engine.close()
+        return rollouts
+
+    errors = {rollout.error for rollout in asyncio.run(main())}
+    assert errors == {"prompt: its 3 tokens exceed rollouts.max_prompt_tokens=2"}

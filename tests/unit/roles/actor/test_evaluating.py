@@ -121,3 +121,13 @@ async def test_an_error_is_logged_and_the_next_due_version_is_tried(actor, caplo
         await settle()
         actor.context.built[0].go.set()
     assert actor.context.store.exists(eval_key(20))
+
+
+async def test_a_version_is_evaluated_again_if_an_actor_has_ended_between_two_sets(actor):
+    actor.context.store.put(eval_key(11, "hard"), b"{}")
+    actor.engine.weight_version = 12
+    async with asyncio.TaskGroup() as tasks:
+        actor.evaluation.consider(tasks)
+        await settle()
+        actor.context.built[0].go.set()
+    assert actor.context.store.exists(eval_key(12))

@@ -1,6 +1,7 @@
 """Evaluation on a scripted engine: what an EvalRecord says, limits of time, and errors."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,10 +9,11 @@ import pytest
 
 from pipelinerl_core.errors import ConfigError, EngineError, RewardError
 from pipelinerl_core.models.resolve import load_config
-from pipelinerl_core.roles.runtime.evaluation import EvalSet, measure
+from pipelinerl_core.roles.runtime.evaluation import EvalSet, Evaluation, measure
 from pipelinerl_core.roles.runtime.task import Task
 from pipelinerl_core.rollouts.player import TextCodec
 from pipelinerl_core.types import Chunk, Completion, FinishReason, Prompt, RewardComponent, Score, WeightSpan
+from tests.fakes import MemoryStore
 
 EMPTY = np.zeros(0, np.float32)
 
@@ -62,14 +64,18 @@ async def async_score(prompt, text, completion):
     return score(prompt, text)
 
 
-def evaluated(engine, num, *overrides, slots=8, max_seconds=60.0, reports=None):
+def held_out_set(num, *overrides):
     codec = TextCodec(
         encode=lambda prompt: np.array([int(prompt.prompt_id)], np.int32),
         decode=lambda token_ids: " ".join(map(str, token_ids.tolist())),
     )
     config = load_config("quickstart", list(overrides))
     task = Task(config=config, codec=codec, scorer=SimpleNamespace(score=async_score))
-    held_out = EvalSet(name="hard", prompts=prompts(num), task=task)
+    return EvalSet(name="hard", prompts=prompts(num), task=task)
+
+
+def evaluated(engine, num, *overrides, slots=8, max_seconds=60.0, reports=None):
+    held_out = held_out_set(num, *overrides)
     report = (lambda progress: None) if reports is None else reports.append
     return asyncio.run(
         measure(engine, held_out, slots=slots, num_prompts=num, max_seconds=max_seconds, report=report)
@@ -189,3 +195,45 @@ def test_completions_are_sampled_as_in_training_unless_told_and_the_record_says_
     record = evaluated(Asked(), 1, "rollouts.temperature=0.7", *chosen)
     assert asked == [(0.6, 0.95, 30)]
     assert (record.temperature, record.top_p) == (0.6, 0.95)
+
+
+@pytest.mark.parametrize("version", [0, 4])
+def test_an_engine_that_ends_meanwhile_gives_no_record(version):
+    """Else the answers until then would be the accuracy, and no other engine would evaluate the version."""
+
+    class Ending(Engine):
+        failure = ""
+
+        async def generate(self, request):
+            if request.request_id.startswith("eval.hard.3."):
+                self.failure = "the model's logits are not finite"
+            if self.failure:
+                raise EngineError(self.failure)
+            async for chunk in super().generate(request):
+                yield chunk
+
+    engine = Ending()
+    engine.weight_version = version
+    with pytest.raises(ExceptionGroup) as caught:
+        evaluated(engine, 40, slots=2)
+    assert {type(error) for error in caught.value.exceptions} == {EngineError}
+
+
+async def test_the_event_loop_goes_on_while_a_slow_store_is_asked_for_the_first_evaluation():
+    class Slow(MemoryStore):
+        def exists(self, key):
+            time.sleep(0.5)
+            return super().exists(key)
+
+    evaluation = object.__new__(Evaluation)
+    evaluation._config = SimpleNamespace(mixture={})
+    evaluation._store, evaluation._engine, evaluation._slots = Slow(), Engine(), 2
+    evaluation._sets, evaluation._newest_step = [held_out_set(2)], lambda: 4
+    evaluation._report = lambda progress: None
+    ticks = 0
+    running = asyncio.create_task(evaluation.run(2))
+    while not running.done():
+        ticks += 1
+        await asyncio.sleep(0.01)
+    assert (await running).num_prompts == 2
+    assert ticks > 20
