@@ -119,7 +119,9 @@ class Collector:
         usable = [prefix for prefix in made if prefix in complete]
         kept = first_of_every(map(_step_of, usable), self._config.checkpoint.keep_every)
         kept_every = [prefix for prefix in usable if _step_of(prefix) in kept]
-        removed = set(made) - {*made[:1], *kept_every, *usable[-1 if self._is_done else -2 :]}
+        # If rows were removed, a start cannot train from step 0 should the newest checkpoint be damaged.
+        needs_one = self._is_done and not self._config.store.keep_rows
+        removed = set(made) - {*made[:1], *kept_every, *usable[-1 if needs_one else -2 :]}
         return [key for key in keys if f"{key.rpartition('/')[0]}/" in removed]
 
     def weights(self) -> list[str]:

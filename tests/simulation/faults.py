@@ -172,7 +172,11 @@ def _expendable(run: "Simulation", rng: random.Random) -> tuple[list[str], str]:
         chosen, reader = weights[-1:], "hub"  # later versions replace it
     first, _ = steps[-2:] if len(steps) > 1 else (0, 0)
     batches = [key for key in keys if key.startswith("batches/") and parse_step_key(key)[0] <= first]
-    if rng.random() < 0.3 and batches and not any(key.startswith("checkpoints/") for key in disk.damaged):
+    if (
+        rng.random() < 0.3
+        and batches
+        and not (run.has_lost_commits or any(key.startswith("checkpoints/") for key in disk.damaged))
+    ):
         chosen, reader = batches[-2:], "trainer"
     return chosen, reader
 

@@ -42,6 +42,7 @@ NOTHING = {
     name: [] for name in ("orphans", "checkpoints", "weights", "partials", "logs", "rollouts", "unfinished", "noted")
 }
 LONGER = build_config({"trainer": {"steps": STEPS + 5}, "schedule": {"max_lag": 1}, "engine": {"concurrency": 8}})
+WITHOUT_ROWS = build_config({"trainer": {"steps": STEPS}, "store": {"keep_rows": 2}})
 DONE = build_config({"trainer": {"steps": STEPS}, "schedule": {"max_lag": 1}, "engine": {"concurrency": 8}})
 
 
@@ -215,7 +216,9 @@ def test_a_run_without_a_commit_keeps_everything(store):
     assert garbage == NOTHING
 
 
-@pytest.mark.parametrize(("config", "gone"), [(LONGER, [1]), (DONE, [1, 2, STEPS + 1])])
+@pytest.mark.parametrize(
+    ("config", "gone"), [(LONGER, [1]), (DONE, [1, 2, STEPS + 1]), (WITHOUT_ROWS, [1, STEPS + 1])]
+)
 def test_checkpoints_go_that_no_start_and_no_replay_needs(store, config, gone):
     for step in range(STEPS + 1):
         save_checkpoint(store, step, EPOCH, LiveState({"w": torch.zeros(1)}, {}))
