@@ -50,7 +50,7 @@ def archive(
         errors |= refused
         documents = {url: archive.document() for url, archive in archives.items()}
         if archives and not dry_run:
-            check_writable(other)
+            check_writable(other, "--to")
             if remove:
                 doomed = [archive.removal.document() for archive in archives.values() if archive.removal]
                 question = f"Copy to {other.url}, then remove {retention.total_text(doomed)}?"

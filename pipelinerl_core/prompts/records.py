@@ -36,6 +36,8 @@ _MAX_FIELD_CHARS = 1 << 26
 _ROWS_AT_ONCE = 10_000
 _EXACT_IN_DOUBLE = 2.0**53
 
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+
 
 def _finite(text: str) -> float:
     number = float(text)
@@ -112,9 +114,11 @@ def read_file(
     """
     kind = f".{kind}" if kind else path.suffix
     if kind not in FILE_SUFFIXES:
-        raise ConfigError(f"{key}: the name must end in {', '.join(FILE_SUFFIXES)}. Rename or convert the file")
+        change = "Unpack the file" if kind in _PACKED else "Rename or convert the file"
+        raise ConfigError(f"{key}: the name must end in {', '.join(FILE_SUFFIXES)}. {change}")
     if not path.is_file():
-        raise ConfigError(f"{key}: no such file. Set a file whose name ends in {', '.join(FILE_SUFFIXES)}")
+        place = path.parent.resolve()
+        raise ConfigError(f"{key}: no such file in {place}. Set a file whose name ends in {', '.join(FILE_SUFFIXES)}")
     try:
         if kind == ".parquet":
             return table_records(pyarrow.parquet.read_table(path), key, features)

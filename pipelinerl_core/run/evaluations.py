@@ -112,8 +112,9 @@ def evaluation_line(record: EvalRecord) -> str:
         )
     interval = "" if record.low is None else f" ({record.low:.3f} to {record.high:.3f})"
     components = ", ".join(f"{name} {mean:.3f}" for name, mean in record.components.items())
+    kind = "reward" if components else "accuracy"  # as in the summary (`held_out_name`)
     return (
-        f"version {record.version}{on_set}: accuracy {record.accuracy:.3f}{interval} on {record.num_prompts:,} "
+        f"version {record.version}{on_set}: {kind} {record.accuracy:.3f}{interval} on {record.num_prompts:,} "
         f"prompts, mean length {record.mean_tokens:.1f} tokens, {record.seconds:.1f} s"
         + (f"; {components}" if components else "")
         + (f"; {record.errors:,} completions failed: {record.error}" if record.errors else "")

@@ -67,8 +67,8 @@ def open_store(url: str) -> Store:
         raise ConfigError(f"{url!r} is no store URL: {error}") from None
 
 
-def check_writable(store: Store) -> None:
-    """Write, list and remove a small object.
+def check_writable(store: Store, option: str = "--root") -> None:
+    """Write, list and remove a small object. option: what names the store, for the message.
 
     Raises ConfigError (one line) if that fails, takes longer than 5 seconds, or if a listing of this host does not
     follow the write and the removal at once.
@@ -89,4 +89,6 @@ def check_writable(store: Store) -> None:
             target.remove_empty(folder)
     except StoreError as error:
         line = " ".join(str(error).split()).rstrip(".")
-        raise ConfigError(f"the root {store.url} cannot be written: {line}. Set --root to a writable store") from None
+        raise ConfigError(
+            f"the root {store.url} cannot be written: {line}. Set {option} to a writable store"
+        ) from None

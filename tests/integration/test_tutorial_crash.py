@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(900)]
 PAGE = (ROOT / "docs" / "tutorials" / "crash.md").read_text()
 COMMANDS = [line for block in re.findall(r"```(?:sh)?\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 (SNIPPET,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-FEWER = {"trainer.steps=100": "trainer.steps=26", "eval.num_prompts=64": "eval.num_prompts=8"}
+FEWER = {"trainer.steps=300": "trainer.steps=26", "eval.num_prompts=64": "eval.num_prompts=8"}
 KILLED_AT = 4
 
 

@@ -14,7 +14,7 @@ from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.models.resolve import load_config
 from pipelinerl_core.run.locate import LATEST_KEY, create_run, locate_run, new_run_id, remember_latest, run_url
 from pipelinerl_core.storage.local import FileStore
-from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.storage.object_store import check_writable, open_store
 from tests.synthetic_run import Shape, write_run
 
 ROOT = Path(__file__).parents[3]
@@ -104,6 +104,12 @@ def test_an_unknown_preset_names_the_known_ones(refused):
 def test_an_unusable_root_is_refused_before_anything_starts(tmp_path, refused):
     (tmp_path / "file").write_text("")
     assert "cannot be written" in refused("train", "quickstart", "--root", str(tmp_path / "file" / "runs"))
+
+
+def test_an_unusable_root_is_named_by_its_option(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="Set --to to a writable store"):
+        check_writable(open_store((tmp_path / "file" / "runs").as_uri()), "--to")
 
 
 def test_a_missing_model_directory_is_refused(tmp_path, refused):

@@ -67,7 +67,7 @@ def test_the_line_of_an_evaluation_names_set_interval_and_components():
     )
     further = {"low": 0.15, "high": 0.85, "components": {"correct": 0.5, "brief": 1.0}}
     assert evaluation_line(EvalRecord(version=2, set="hard", **values, **further)) == (
-        "version 2 on hard: accuracy 0.500 (0.150 to 0.850) on 4 prompts, mean length 3.0 tokens, 1.2 s; "
+        "version 2 on hard: reward 0.500 (0.150 to 0.850) on 4 prompts, mean length 3.0 tokens, 1.2 s; "
         "correct 0.500, brief 1.000"
     )
 
