@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING
 
 from pipelinerl.flows.cli.arguments import Json, Root, Run
-from pipelinerl.flows.cli.console import answer
+from pipelinerl.flows.cli.console import answer, say
+from pipelinerl_core.errors import PipelineRLError
 
 if TYPE_CHECKING:
     from pipelinerl_core.interfaces import ObjectStore
@@ -36,7 +37,12 @@ def _last_errors(store: "ObjectStore", run_id: str) -> dict[str, str]:
     from pipelinerl_core.telemetry.redact import redact_text
 
     errors: dict[str, str] = {}
-    for log in reversed(all_logs(log_directory(store.url, run_id), store, 1)):
+    try:
+        logs = all_logs(log_directory(store.url, run_id), store, 1)
+    except (PipelineRLError, OSError) as error:
+        say(f"the logs of the roles cannot be read: {error}")
+        return errors
+    for log in reversed(logs):
         line = printable(redact_text(" ".join(log["last_lines"]).strip()))
         errors[log["role"]] = line if level_of(line) in ("", "ERROR", "CRITICAL") else ""
     return {role: line for role, line in errors.items() if line}

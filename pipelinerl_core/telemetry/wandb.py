@@ -52,16 +52,18 @@ class WandbTracker:
         self._has_inner = has_inner
         self._table: tuple[Sequence[str], Sequence[Sequence[Any]]] | None = None
         self._run: Any = None
+        self._logged = NO_STEP
+        self._evaluated: dict[str, float | None] = {}
+        """Metric and version of each evaluation that wandb has -> its end."""
         try:
             self._run = _init(run_id, project, directory, {**redact(flatten(config)), **redact(dict(tags))})
+            self._logged, self._evaluated = self._last_logged(), self._last_evaluated()
         except Exception as error:  # noqa: BLE001 (whatever wandb's client raises)
             reason = f"wandb does not start: {str(error).strip().splitlines()[-1] if str(error) else repr(error)}"
             if is_required:
                 raise ConfigError(f"tracking.wandb=true: {reason} Or set WANDB_MODE=offline") from None
             logger.warning("%s; this start of the run is not logged there", reason)
-        self._logged = self._last_logged() if self._run else NO_STEP
-        self._evaluated: dict[str, float | None] = self._last_evaluated() if self._run else {}
-        """Metric and version of each evaluation that wandb has -> its end."""
+            self._run = None
         self._own_page: str | None = self._run.url if self._run and not self._run.offline else None
 
     @property
