@@ -519,13 +519,13 @@ def simulate(
     settings = settings_of(seed, steps)
     simulation = simulated(settings, seed, num_faults, kept, has_logs=has_logs)
     simulation.reached += NETWORK.reached
-    if settings.first_steps < steps:  # the last version of the first start is evaluated in any case
-        del simulation.reached["an evaluation between the first and the last version"]
     objects = simulation.disk.objects
     objects |= {key: data for key, data in simulation.disk.backup.items() if key in objects}
     simulation.errors += check(
         PlainStore(simulation.disk), settings.config, simulation.reached, has_processors=settings.has_processors
     )
+    if any(line.endswith(" the run is resumed") for line in simulation.trace):  # then its newest version is evaluated
+        del simulation.reached["an evaluation between the first and the last version"]
     is_fixed = not (settings.config.schedule.max_lag or settings.diverges or settings.has_processors)
     if is_fixed and num_faults and not simulation.errors:
         # Without lag the trained rows depend on the configuration only, unless a quarantine is forgotten in a crash.
