@@ -24,13 +24,13 @@ def status(run: Run = "latest", root: Root = "", as_json: Json = False) -> None:
     store = open_store(locate_run(run, root))
     document = {**run_status(store), "url": store.url}
     document["last_errors"] = _last_errors(store, document["run_id"]) if document["state"] == "stopped" else {}
-    texts = [f"{role} ended with: {line}" for role, line in document["last_errors"].items()]
+    texts = [f"{role} ended with: {line}" for role, line in (document["last_errors"] or {}).items()]
     texts += [f"more: pipelinerl logs {document['run_id']}"] if texts else []
     answer(document, [] if as_json else [format_status(store, document), *texts, f"at: {store.url}"], as_json=as_json)
 
 
-def _last_errors(store: "ObjectStore", run_id: str) -> dict[str, str]:
-    """Role -> the last line of its newest log, if the line is no event of a normal end."""
+def _last_errors(store: "ObjectStore", run_id: str) -> dict[str, str] | None:
+    """Role -> the last line of its newest log, if the line is no event of a normal end. None: unknown."""
     from pipelinerl_core.run.context import log_directory
     from pipelinerl_core.supervision.log_copies import all_logs
     from pipelinerl_core.telemetry.log_lines import level_of, printable
@@ -41,7 +41,7 @@ def _last_errors(store: "ObjectStore", run_id: str) -> dict[str, str]:
         logs = all_logs(log_directory(store.url, run_id), store, 1)
     except (PipelineRLError, OSError) as error:
         say(f"the logs of the roles cannot be read: {error}")
-        return errors
+        return None
     for log in reversed(logs):
         line = printable(redact_text(" ".join(log["last_lines"]).strip()))
         errors[log["role"]] = line if level_of(line) in ("", "ERROR", "CRITICAL") else ""

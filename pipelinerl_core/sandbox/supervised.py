@@ -138,7 +138,7 @@ class SupervisedChild(ABC, Generic[R]):
 
     def _readable(self, text: str) -> str:
         """A text of the child, for messages."""
-        return without_secrets(printable(text), self._variables)[:600]
+        return without_secrets(printable(text)[:2000], self._variables)[:600]
 
     def _new_descriptors(self) -> tuple[int, ...]:
         """Descriptors for the next child, which gets their numbers as arguments; they are closed here afterwards."""

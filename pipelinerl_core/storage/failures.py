@@ -84,8 +84,9 @@ def _failure_of_client(error: Exception) -> Failure | None:
 
     if isinstance(error, (exceptions.HTTPClientError, exceptions.ConnectionError)):
         return Failure.OUTAGE
-    if isinstance(error, (exceptions.NoCredentialsError, exceptions.PartialCredentialsError,
-                          exceptions.ProfileNotFound, exceptions.ParamValidationError)):  # fmt: skip
+    # Not NoCredentialsError: a machine's service of credentials may be away for a moment, and a role starts again.
+    if isinstance(error, (exceptions.PartialCredentialsError, exceptions.ProfileNotFound,
+                          exceptions.ParamValidationError)):  # fmt: skip
         return Failure.CONFIG
     return Failure.REFUSED if isinstance(error, exceptions.BotoCoreError) else None
 
