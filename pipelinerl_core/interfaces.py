@@ -119,12 +119,6 @@ class Engine(Protocol):
     async def swap(self, update: WeightUpdate) -> SwapReport:
         """Sample all later tokens with the weights of `update`. After a SwapError the old weights stay in use."""
 
-    async def abort(self, request_ids: Iterable[str]) -> dict[str, Completion]:
-        """End sequences and return their partial completions with finish_reason ABORT. Unknown ids are left out.
-
-        The generators of these requests end with a chunk that contains the same completion.
-        """
-
     def flush(self) -> None:
         """Send all tokens that were sampled, but not sent yet, as chunks now."""
 
@@ -139,7 +133,7 @@ class Engine(Protocol):
         """Pause this long after each decode step; 0: full speed. Engines without this ability ignore the call."""
 
     def set_paused(self, is_paused: bool) -> None:
-        """Pause or continue decoding. Requests keep their slot and KV cache; swaps and aborts work during a pause.
+        """Pause or continue decoding. Requests keep their slot and KV cache; swaps work during a pause.
 
         Idempotent. A pause counts as idle in `running_seconds`.
         """

@@ -3,6 +3,7 @@
 Builders take the fields that a test is about; the other fields have values that no test depends on.
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from pipelinerl_core.data.codec import encode_rollouts
 from pipelinerl_core.interfaces import Engine, ObjectStore
 from pipelinerl_core.messages import FateRecord, Lease, Reserved, Sync
 from pipelinerl_core.models.resolve import build_config
+from pipelinerl_core.rollouts.progress import Progress
 from pipelinerl_core.run.processor import processor
 from pipelinerl_core.run.records import RUN_KEY, Commit, EpochRecord, HubRecord, RunRecord, commit_key, epoch_key
 from pipelinerl_core.types import Completion, EngineRequest, GroupRef, PartialRow, Sampler, WeightManifest, WeightSpan
@@ -152,6 +154,24 @@ async def completion_of(engine: Engine, request: EngineRequest) -> Completion:
         if chunk.completion is not None:
             return chunk.completion
     raise AssertionError(f"{request.request_id}: the engine ended without a completion")
+
+
+async def partial_completion_of(engine: Engine, request: EngineRequest, num_tokens: int) -> Completion:
+    """Cancel a request as soon as it has `num_tokens` tokens or more: its completion so far, as an actor keeps it."""
+    progress = Progress(group_id=0, rollout_index=0, attempt=0)
+
+    async def follow() -> None:
+        async for chunk in engine.generate(request):
+            progress.add(chunk)
+
+    task = asyncio.create_task(follow())
+    while progress.num_tokens < num_tokens:
+        assert not task.done(), f"{request.request_id} ended before it had {num_tokens} tokens"
+        engine.flush()
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    return progress.completion()
 
 
 def partial_row(

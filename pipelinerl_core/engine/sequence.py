@@ -17,9 +17,6 @@ from pipelinerl_core.types import (
     WeightSpan,
 )
 
-_NO_TOKENS = np.zeros(0, np.int32)
-_NO_LOGPROBS = np.zeros(0, np.float32)
-
 
 class OpenSequence:
     """A request that an engine has accepted: the weight version of each token, and the queue of chunks."""
@@ -71,18 +68,13 @@ class SlotSequence(OpenSequence):
         """Completion tokens that came with the request."""
         return 0 if self.request.prior is None else len(self.request.prior.token_ids)
 
-    def prior_tokens(self) -> tuple[Int32Array, Float32Array]:
-        """Completion tokens and log-probabilities that came with the request."""
-        prior = self.request.prior
-        return (_NO_TOKENS, _NO_LOGPROBS) if prior is None else (prior.token_ids, prior.rollout_logprobs)
-
     def emit(
         self,
         token_ids: Int32Array,
         rollout_logprobs: Float32Array,
         version: int,
         finish_reason: FinishReason | None = None,
-    ) -> Completion | None:
+    ) -> None:
         """Send the tokens that were not sent yet, stamped with `version`; with a reason the chunk is the last.
 
         Both arrays are [C], the whole completion so far. Without new tokens and without a reason nothing is sent.
@@ -97,7 +89,6 @@ class SlotSequence(OpenSequence):
                 finish_reason=finish_reason,
             )
         self.send(token_ids[start:], rollout_logprobs[start:], version, completion)
-        return completion
 
 
 def check_request(request: EngineRequest, *, max_len: int, is_eos_V: NDArray[np.bool_]) -> None:

@@ -15,7 +15,7 @@ from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import WeightUpdate
 from pipelinerl_core.types import Completion, FinishReason, WeightSpan
 from tests import models as testing_models
-from tests.builders import engine_request
+from tests.builders import engine_request, partial_completion_of
 from tests.models import VOCAB_SIZE, forcing_weights, reference_logprobs, weights_of
 from tests.waiting import until as wait_until
 
@@ -279,16 +279,13 @@ async def test_a_partial_update_leaves_the_other_weights_as_they_are(build):
     )
 
 
-# ---- abort and continuation --------------------------------------------------------------------------------------
+# ---- continuation -----------------------------------------------------------------------------------------------
 
 
-async def test_an_aborted_completion_keeps_its_tokens_and_continues_under_the_new_weights(build):
+async def test_a_cancelled_sequence_continues_from_its_tokens_under_the_new_weights(build):
     models = {version: tiny_model(seed=version) for version in (0, 1)}
     engine = await build(tiny_model())
-    task = asyncio.create_task(finish(engine, ask(max_tokens=60, seed=9)))
-    await until(lambda: engine.stats().num_tokens >= 13, "13 tokens")
-    partial = (await engine.abort(["a", "unknown"]))["a"]
-    assert (await task) is partial
+    partial = await partial_completion_of(engine, ask(max_tokens=60, seed=9), 13)
     await engine.swap(update_of(weights_of(models[1]), 1))
     whole = await finish(engine, ask(max_tokens=60, seed=9, prior=partial))
     num_prior = len(partial.token_ids)
@@ -301,17 +298,14 @@ async def test_an_aborted_completion_keeps_its_tokens_and_continues_under_the_ne
     np.testing.assert_allclose(whole.rollout_logprobs, expected, atol=1e-4)
 
 
-def test_abort_and_continuation_draw_the_same_tokens_as_an_uninterrupted_run(seeded):
+def test_a_cancelled_and_continued_sequence_draws_the_same_tokens_as_an_uninterrupted_run(seeded):
     async def uninterrupted():
         engine = await seeded(tiny_model())
         return await finish(engine, ask(max_tokens=40, seed=9))
 
     async def interrupted():
         engine = await seeded(tiny_model(), slots=2)
-        task = asyncio.create_task(finish(engine, ask(max_tokens=40, seed=9)))
-        await until(lambda: engine.stats().num_tokens >= 13, "13 tokens")
-        partial = (await engine.abort(["a", "unknown"]))["a"]
-        assert (await task) is partial
+        partial = await partial_completion_of(engine, ask(max_tokens=40, seed=9), 13)
         other = await seeded(tiny_model(), slots=3)
         others = [finish(other, ask(f"o{i}", seed=20 + i)) for i in range(2)]
         whole, *_ = await asyncio.gather(finish(other, ask(max_tokens=40, seed=9, prior=partial)), *others)
@@ -343,31 +337,6 @@ async def test_a_continuation_keeps_the_versions_of_its_prior_and_waits_for_weig
     assert completion.token_ids[:3].tolist() == [1, 2, 4]
     assert completion.rollout_logprobs[:3].tolist() == [-1, -2, -3]
     assert completion.weight_spans == (WeightSpan(2, 0, 1), WeightSpan(6, 1, 6))
-
-
-async def test_waiting_requests_are_taken_back_with_their_prior_or_empty(build):
-    prior = Completion(
-        token_ids=np.array([1, 2], np.int32),
-        rollout_logprobs=np.array([-1, -2], np.float32),
-        weight_spans=(WeightSpan(0, 0, 2),),
-    )
-    engine = await build(tiny_model(), slots=1)
-    running = asyncio.create_task(finish(engine, ask("running", max_tokens=60)))
-    await until(lambda: engine.stats().running == 1, "the first")
-    waiting = [
-        asyncio.create_task(finish(engine, ask("empty"))),
-        asyncio.create_task(finish(engine, ask("prior", prior=prior))),
-    ]
-    await until(lambda: engine.stats().waiting == 2, "two waiting")
-    aborted = await engine.abort(["empty", "prior"])
-    assert await asyncio.gather(*waiting) == [aborted["empty"], aborted["prior"]]
-    assert engine.stats().waiting == 0
-    await running
-    assert aborted["empty"].weight_spans == ()
-    assert len(aborted["empty"].token_ids) == 0
-    assert aborted["prior"].token_ids.tolist() == [1, 2]
-    assert aborted["prior"].weight_spans == prior.weight_spans
-    assert {c.finish_reason for c in aborted.values()} == {FinishReason.ABORT}
 
 
 # ---- pauses ------------------------------------------------------------------------------------------------------
@@ -470,12 +439,11 @@ def test_a_swap_happens_at_once_whether_paused_or_not(seeded):
     assert completion.token_ids.tolist() == same.token_ids.tolist()
 
 
-async def test_a_paused_sequence_is_taken_back_and_goes_on_elsewhere(seeded):
+async def test_a_sequence_that_is_cancelled_in_a_pause_frees_its_slot_and_goes_on_elsewhere(seeded):
     engine, other = await seeded(tiny_model()), await seeded(tiny_model())
-    task = asyncio.create_task(finish(engine, ask(seed=9)))
+    task = asyncio.create_task(partial_completion_of(engine, ask(seed=9), 7))
     await paused_after(engine, 7)
-    partial = (await engine.abort(["a"]))["a"]
-    assert await task is partial
+    partial = await task
     assert (engine.stats().running, engine.stats().kv_usage, len(partial.token_ids)) == (0, 0, 7)
     whole = await finish(other, ask(seed=9, prior=partial))
     engine.set_paused(False)
@@ -534,14 +502,15 @@ async def test_short_requests_do_not_starve_beside_a_long_request(build):
     await long
 
 
-async def test_closing_a_generator_early_frees_its_slot(build):
+async def test_closing_a_generator_early_frees_its_slot_or_its_place_in_the_queue(build):
     engine = await build(tiny_model(), slots=1)
-    closed = engine.generate(ask("closed", max_tokens=80))
-    first = asyncio.ensure_future(anext(closed))
+    running = asyncio.create_task(finish(engine, ask("running", max_tokens=80)))
     await until(lambda: engine.stats().num_tokens >= 2, "2 tokens")
-    first.cancel()
-    await asyncio.gather(first, return_exceptions=True)
-    await closed.aclose()
+    waiting = asyncio.create_task(finish(engine, ask("waiting")))
+    await until(lambda: engine.stats().waiting == 1, "a waiting request")
+    for task in (waiting, running):
+        task.cancel()
+        await asyncio.wait([task])
     assert (engine.stats().running, engine.stats().waiting) == (0, 0)
     assert len((await finish(engine, ask("next"))).token_ids) == 24
 

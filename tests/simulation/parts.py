@@ -129,9 +129,6 @@ class ScriptedEngine:
             version=update.version, pause_seconds=0.001, num_bytes=update.num_bytes, num_running=self._running
         )
 
-    async def abort(self, request_ids: Iterable[str]) -> dict[str, Completion]:
-        return {}
-
     def flush(self) -> None: ...
 
     def set_pace(self, delay_seconds: float) -> None: ...

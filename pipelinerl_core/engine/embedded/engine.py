@@ -1,7 +1,7 @@
 """The embedded engine: a transformers decoder over a fixed number of slots, on one thread of one event loop.
 
 One loop admits, decodes, samples, stamps and retires sequences, and yields to the event loop between two steps. A
-step is a plain function, so other coroutines run only between two steps: a swap or an abort needs neither a lock nor
+step is a plain function, so other coroutines run only between two steps: a swap needs neither a lock nor
 a pause protocol. While keys are computed again, other coroutines run but no step. An idle engine has no task.
 """
 
@@ -25,7 +25,6 @@ from pipelinerl_core.engine.sequence import SlotSequence
 from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import StepClock, WeightUpdate
 from pipelinerl_core.types import (
-    Completion,
     EngineRequest,
     EngineStats,
     FinishReason,
@@ -132,22 +131,13 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
             num_running=num_running,
         )
 
-    async def abort(self, request_ids: Iterable[str]) -> dict[str, Completion]:
-        """End sequences, and return their partial completions; see `interfaces.Engine`."""
-        completions: dict[str, Completion] = {}
-        for request_id in list(request_ids):
-            sequence = self._running.get(request_id) or self._waiting.get(request_id)
-            if sequence is not None:
-                completions[request_id] = self._finish(sequence, FinishReason.ABORT)
-        return completions
-
     def flush(self) -> None:
         """Send a chunk for every running sequence with new tokens; see `interfaces.Engine`."""
         for sequence in self._running.values():
             self._emit(sequence)
 
     def set_pace(self, delay_seconds: float) -> None:
-        """Sleep this long after each decode step; swaps and aborts run during the sleep."""
+        """Sleep this long after each decode step; swaps run during the sleep."""
         self._delay_seconds = delay_seconds
 
     def set_clock(self, clock: StepClock) -> None:
@@ -332,7 +322,8 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         """
         if not self._kept:
             return heapq.heappop(self._free_slots), 0
-        token_ids = np.concatenate([sequence.request.prompt_token_ids, sequence.prior_tokens()[0]])
+        prompt, prior = sequence.request.prompt_token_ids, sequence.request.prior
+        token_ids = prompt if prior is None else np.concatenate([prompt, prior.token_ids])
         for slot in self._kept:
             kept = self._table.fed_tokens(slot)
             if len(token_ids) // 2 <= len(kept) < len(token_ids) and np.array_equal(kept, token_ids[: len(kept)]):
@@ -347,15 +338,13 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         heapq.heapify(self._free_slots)
         return slot
 
-    def _emit(self, sequence: SlotSequence, reason: FinishReason | None = None) -> Completion | None:
-        whole = sequence.prior_tokens() if sequence.slot is None else self._table.completion(sequence.slot)
-        return sequence.emit(*whole, self._version, reason)
+    def _emit(self, sequence: SlotSequence, reason: FinishReason | None = None) -> None:
+        assert sequence.slot is not None
+        sequence.emit(*self._table.completion(sequence.slot), self._version, reason)
 
-    def _finish(self, sequence: SlotSequence, reason: FinishReason) -> Completion:
-        completion = self._emit(sequence, reason)
-        assert completion is not None
+    def _finish(self, sequence: SlotSequence, reason: FinishReason) -> None:
+        self._emit(sequence, reason)
         self._forget(sequence)
-        return completion
 
     def _forget(self, sequence: SlotSequence) -> None:
         """Release the resources of a sequence; no effect if the sequence has ended already."""

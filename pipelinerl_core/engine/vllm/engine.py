@@ -27,7 +27,6 @@ from pipelinerl_core.engine.vllm.weights import StagedWeights
 from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import BroadcastGroup, WeightUpdate
 from pipelinerl_core.types import (
-    Completion,
     EngineRequest,
     EngineStats,
     FinishReason,
@@ -125,24 +124,6 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
             version=update.version, pause_seconds=seconds, num_bytes=update.num_bytes, num_running=num_running
         )
 
-    async def abort(self, request_ids: Iterable[str]) -> dict[str, Completion]:
-        """End sequences, and return their partial completions; see `interfaces.Engine`."""
-        aborted: list[VLLMSequence] = []
-        for request_id in list(request_ids):
-            sequence = self._running.get(request_id) or self._waiting.get(request_id)
-            if sequence is not None:
-                sequence.is_aborted = True
-                aborted.append(sequence)
-                if request_id in self._waiting:
-                    self._finish(sequence, FinishReason.ABORT)
-        await self._abort_in_core(sequence for sequence in aborted if not sequence.ended.done())
-        completions = await asyncio.gather(*(sequence.ended for sequence in aborted))
-        return {
-            sequence.request.request_id: completion
-            for sequence, completion in zip(aborted, completions, strict=True)
-            if completion is not None and completion.finish_reason is FinishReason.ABORT
-        }
-
     def flush(self) -> None:
         """No effect: the engine core has an output every stream_interval tokens, and each output is a chunk."""
 
@@ -206,7 +187,7 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
         while reason is None:
             await sequence.may_start.wait()
             try:
-                if self._keeper.is_open and not sequence.is_aborted:
+                if self._keeper.is_open:
                     reason = await self._run_in_core(sequence)
             except CoreDied as error:
                 self._keeper.restart(str(error))
@@ -214,8 +195,6 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
                 sequence.fail(str(error))
                 self._forget(sequence)
                 return
-            if reason is None and sequence.is_aborted:
-                reason = FinishReason.ABORT
             if reason is None:
                 self._requeue(sequence)
         self._finish(sequence, reason)
@@ -240,7 +219,7 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
     def _reason(self, sequence: VLLMSequence, reported: FinishReason) -> FinishReason | None:
         """Why a core request ended; None: continue. vLLM reports LENGTH for an end token at the length limit."""
         if reported is FinishReason.ABORT:
-            return FinishReason.ABORT if sequence.is_aborted else None
+            return None
         return FinishReason.STOP if self._is_eos_V[sequence.token_ids[-1]] else FinishReason.LENGTH
 
     def _add(self, sequence: VLLMSequence, output: CoreOutput) -> None:
@@ -306,8 +285,6 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
         for sequences in (self._waiting, self._running):
             if sequences.get(sequence.request.request_id) is sequence:
                 del sequences[sequence.request.request_id]
-        if not sequence.ended.done():
-            sequence.ended.set_result(None)
         self._after_departure()
 
     def _after_departure(self) -> None:
@@ -321,9 +298,6 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
         Otherwise a request with the old weights' salt could start under the new weights with cached keys of the old
         weights, computed for an equal prompt.
         """
-        await self._abort_in_core(sequence for sequence in self._running.values() if sequence.num_new == 0)
-
-    async def _abort_in_core(self, sequences: Iterable[VLLMSequence]) -> None:
-        core_ids = [sequence.core_id for sequence in sequences if sequence.core_id]
+        core_ids = [s.core_id for s in self._running.values() if s.core_id and s.num_new == 0]
         if core_ids and not self._keeper.core.is_dead:
             await self._keeper.core.abort(core_ids)

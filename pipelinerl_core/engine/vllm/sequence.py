@@ -31,11 +31,9 @@ class VLLMSequence(OpenSequence):
         """Tokens known before the current core request."""
         self.core_id = ""
         """Id of the current core request."""
-        self.is_aborted = False
         self.may_start = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         """Serves the sequence until its end."""
-        self.ended: asyncio.Future[Completion | None] = asyncio.get_running_loop().create_future()
         self._num_core_requests = 0
         self._bound = 0
         self._has_output = False
@@ -86,8 +84,6 @@ class VLLMSequence(OpenSequence):
             weight_spans=tuple(self.spans),
             finish_reason=reason,
         )
-        if not self.ended.done():
-            self.ended.set_result(completion)
         self._send(completion)
 
     def _send(self, completion: Completion | None) -> None:

@@ -21,7 +21,7 @@ from pipelinerl_core.engine.embedded.load import load_engine
 from pipelinerl_core.errors import EngineError
 from pipelinerl_core.interfaces import WeightUpdate
 from tests.builders import completion_of as finish
-from tests.builders import engine_request
+from tests.builders import engine_request, partial_completion_of
 from tests.models import VOCAB_SIZE, reference_logprobs, tiny_model, weights_of
 
 ask = partial(engine_request, max_tokens=20)
@@ -191,14 +191,11 @@ def test_deterministic_results_do_not_depend_on_slot_company_or_interruption_bit
         requests = [*others(num_before, num_before), mine(), *others(3, 100 + num_before)]
         tasks = {request.request_id: asyncio.create_task(finish(engine, request)) for request in requests}
         if interrupt_at is not None:
-            while "me" not in engine._running or len(engine._table.completion(num_before)[0]) < interrupt_at:  # noqa: ASYNC110
-                await asyncio.sleep(0)
-            partial = (await engine.abort(["me"]))["me"]
-            assert await tasks["me"] is partial
-            assert len(partial.token_ids) == interrupt_at
-            tasks["me"] = asyncio.create_task(finish(engine, mine(partial)))
+            partial = await partial_completion_of(engine, replace(mine(), request_id="interrupted"), interrupt_at)
+            assert interrupt_at <= len(partial.token_ids) < 16
+            tasks["continued"] = asyncio.create_task(finish(engine, replace(mine(partial), request_id="continued")))
         await asyncio.gather(*tasks.values())
-        return tasks["me"].result()
+        return tasks["me" if interrupt_at is None else "continued"].result()
 
     alone = run(scenario(0))
     for other in (scenario(12), scenario(16), scenario(5, interrupt_at=7)):
@@ -253,17 +250,15 @@ def test_nothing_moves_while_a_sequence_waits_for_a_slot_or_the_engine_is_determ
     assert run(main(0, True)) == 3  # its step has one shape anyway
 
 
-def test_a_sequence_that_has_moved_is_swapped_aborted_and_continued_as_ever():
+def test_a_sequence_that_has_moved_is_swapped_cancelled_and_continued_as_ever():
     async def main(shorts):
         engine = EmbeddedEngine(tiny_model(), slots=6, max_len=64, eos_token_ids=[])
         tasks = [asyncio.create_task(finish(engine, ask(f"s{i}", max_tokens=3, seed=i))) for i in range(shorts)]
-        task = asyncio.create_task(finish(engine, ask("me", max_tokens=30, seed=5)))
+        task = asyncio.create_task(partial_completion_of(engine, ask("me", max_tokens=30, seed=5), 20))
         await after_tokens(engine, 3 * shorts + 10)
         assert list(engine._in_slot) == [0]
         await engine.swap(update_to(1, 1))
-        await after_tokens(engine, 3 * shorts + 20)
-        partial = (await engine.abort(["me"]))["me"]
-        assert await task is partial
+        partial = await task
         await asyncio.gather(*tasks)
         return await finish(engine, ask("me", max_tokens=30, seed=5, prior=partial))
 
