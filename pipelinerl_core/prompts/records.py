@@ -107,7 +107,8 @@ def read_file(
     Args:
         path: the name ends in one of FILE_SUFFIXES.
         key: key and value that name the file, for messages.
-        separator: of the columns of a CSV file; empty: by the name.
+        separator: of the columns of a CSV file; empty: tab for .tsv, else the first of comma, semicolon and tab that
+            the first line has.
         field: of the one object in a JSON file, the field with the list of rows.
         kind: json, csv or parquet, whatever the name ends in.
         features: columns with class labels that a data set declares (`labelled`); None: those of a Parquet file.
@@ -124,7 +125,7 @@ def read_file(
             return table_records(pyarrow.parquet.read_table(path), key, features)
         data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
         if kind in (".csv", ".tsv"):
-            lines = _csv_lines(data.decode(), separator or ("\t" if kind == ".tsv" else ","))
+            lines = _csv_lines(data.decode(), separator or ("\t" if kind == ".tsv" else ""))
             return _with_label_names(Records(lines, key), features, is_typed=False)
         if field or (kind == ".json" and data.lstrip()[:1] == b"["):
             values = _DECODER.decode(data.decode())
@@ -237,6 +238,8 @@ def _with_label_names(records: Records, features: Mapping[str, Any] | None, *, i
 
 def _csv_lines(text: str, separator: str) -> list[bytes]:
     csv.field_size_limit(_MAX_FIELD_CHARS)
+    first = text.partition("\n")[0]
+    separator = separator or next((mark for mark in ",;\t" if mark in first), ",")
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     names = next(rows, [])
     if len(set(names)) < len(names):

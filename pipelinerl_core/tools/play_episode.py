@@ -55,10 +55,12 @@ class ScriptedHost:
         """Messages before each turn, `after`, and the turn's text."""
         self._say, self._show = say, show
         self._environment, self._max_tokens = config.environment, config.rollouts.max_tokens
-        self._num_branches = 0
+        self._num_branches = self._asked = 0
 
     async def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], after: int) -> Reply | None:
-        turn = len(self.turns)
+        turn, self._asked = self._asked, self._asked + 1
+        if turn < len(self.turns):
+            return self._reply(self.turns[turn]["text"])
         if turn and after != turn - 1:
             self._num_branches += 1
             self._show("-- a branch: " + ("a history of its own" if after < 0 else f"continues turn {after}"))
@@ -74,12 +76,15 @@ class ScriptedHost:
         if text is None:
             self._show("-- no turn or branch is left")
             return None
-        reply = replace(read_reply(text, FinishReason.STOP, len(text)), tokens_left=self._max_tokens)
+        reply = self._reply(text)
         self._show(f"turn {turn}: {reply.content}")
         for call in reply.tool_calls:
             self._show(f"  calls {call.name}({json.dumps(dict(call.arguments), ensure_ascii=False)})")
         self.turns.append({"messages": list(messages), "after": after, "text": text})
         return reply
+
+    def _reply(self, text: str) -> Reply:
+        return replace(read_reply(text, FinishReason.STOP, len(text)), tokens_left=self._max_tokens)
 
     def describe(self, task: Any) -> None:
         self._show(f"task: {json.dumps(task, ensure_ascii=False)}")
@@ -88,8 +93,8 @@ class ScriptedHost:
         self.once[key] = value
 
     def restart(self) -> None:
-        """The process of the environment has died: the script cannot begin again."""
-        raise ConfigError("the process of the environment died in the middle of the episode")
+        """The process of the environment has died: the episode begins again with the turns that were said."""
+        self._asked = 0
 
 
 async def play(

@@ -126,10 +126,19 @@ class Env:
     assert [result.score for result in results] == [1.0] * len(ODD)
 
 
-@pytest.mark.parametrize(("suffix", "separator"), [(".csv", ","), (".tsv", "\t")])
-@pytest.mark.parametrize("kind", ["file", "huggingface"])
+@pytest.mark.parametrize(
+    ("suffix", "separator", "kind"),
+    [
+        (".csv", ",", "file"),
+        (".csv", ",", "huggingface"),
+        (".tsv", "\t", "file"),
+        (".tsv", "\t", "huggingface"),
+        (".csv", ";", "file"),
+        (".csv", "\t", "file"),
+    ],
+)
 def test_fields_of_a_csv_file_are_text(tmp_path, suffix, separator, kind):
-    values = ["002", "2024-02-11", "12345678901234567890", "NA", "", "1e5", 'a "b"\nc', "True", "größe,\t"]
+    values = ["002", "2024-02-11", "12345678901234567890", "NA", "", "1e5", 'a "b"\nc', "True", "größe,;\t"]
     text = io.StringIO(newline="")
     writer = csv.writer(text, delimiter=separator)
     writer.writerows([["n", "prompt", "value"], *([n, f"p{n}", value] for n, value in enumerate(values))])

@@ -169,7 +169,7 @@ def test_parquet_gives_the_same_prompts_as_json_lines_but_for_its_name(tmp_path)
     [
         ("missing.jsonl", None, {}, "no such file in /.* Set"),
         ("rows.jsonl.gz", "", {}, "the name must end in .* Unpack the file"),
-        ("rows.csv", "prompt;answer\n1;1\n", {}, "has one column, 'prompt;answer'. Separate columns by commas"),
+        ("rows.csv", "prompt|answer\n1|1\n", {}, "has one column, 'prompt|answer'. Separate columns by commas"),
         ("rows.txt", "a,b\n", {}, r"must end in \.jsonl, \.json, \.csv, \.tsv, \.parquet"),
         ("rows.csv", "prompt,answer\n1\n", {}, "line 2 has 1 fields, but the first line 2"),
         ("rows.csv", "prompt,prompt\n1,2\n", {}, "two columns have the same name"),

@@ -66,6 +66,14 @@ def test_a_branch_is_shown_and_a_script_that_ends_is_a_budget_that_is_used_up(so
     assert (result["cut"], result["reward"]) == (True, 0.0)
 
 
+def test_a_process_that_dies_hears_the_same_turns_again_and_its_exit_code_is_the_error(sorting, tmp_path):
+    dying = CLASS.replace("if reply.tool_calls:", "__import__('os')._exit(3)\n        if reply.tool_calls:")
+    (tmp_path / "sorting.py").write_text(dying)
+    error, shown = played(sorting, "a b")
+    assert "3 times during this episode, the process ended (exit code 3)" in str(error)
+    assert [line for line in shown if line.startswith("turn")] == ["turn 0: a b"]
+
+
 def test_an_agent_program_is_played_and_its_error_is_one_line(tmp_path):
     script = tmp_path / "agent.py"
     script.write_text(HELPERS + 'show([message(chat([user("a")]))["content"]])\nreward(0.5)')
