@@ -51,9 +51,9 @@ def standardized(rewards: Sequence[float]) -> list[float]:
 
 
 def max_likelihood(rewards: Sequence[float]) -> list[float]:
-    """A_i = (r_i - mean) / mean (MaxRL, arXiv:2602.02710); 0 for a group whose mean is not above 0.
+    """A_i = (r_i - mean) / mean (MaxRL, arXiv:2602.02710); 0 for a group with a mean of 0 or a reward below 0.
 
-    For rewards of at least 0. For rewards of 0 and 1 and a growing group, the expected gradient approaches the
+    For rewards of 0 and 1 and a growing group, the expected gradient approaches the
     gradient of log(success rate), instead of the gradient of the success rate: prompts that are rarely solved weigh
     more.
 
@@ -61,7 +61,7 @@ def max_likelihood(rewards: Sequence[float]) -> list[float]:
     """
     centred = group_mean(rewards)
     mean = sum(rewards) / len(rewards)
-    return [value / mean for value in centred] if mean > 0 else [0.0] * len(rewards)
+    return [value / mean for value in centred] if mean > 0 and min(rewards) >= 0 else [0.0] * len(rewards)
 
 
 def decoupled(components: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:

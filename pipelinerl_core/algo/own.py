@@ -29,7 +29,7 @@ class ScoredRollout:
     num_tokens: int
     """Length of the completion."""
     is_truncated: bool
-    """Whether the completion reached the limit of tokens."""
+    """Whether the completion, or its last turn, was cut, or the episode had no turn or branch left."""
 
 
 def own_function(location: str) -> Callable[..., Any]:

@@ -78,6 +78,11 @@ class _Loss(Section):
         return self.advantage == "custom"
 
     @property
+    def divides_by_mean(self) -> bool:
+        """Advantages are relative to the mean reward of the group, which must not be negative."""
+        return self.advantage == "max_likelihood"
+
+    @property
     def decouples_components(self) -> bool:
         """Components of the reward are standardized one by one."""
         return self.advantage == "decoupled"

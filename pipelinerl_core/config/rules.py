@@ -281,6 +281,11 @@ def _loss_problem(config: Settings) -> str | None:
             "loss.kl_weighted=true is not used with loss.kl_coefficient=0. Set loss.kl_coefficient too, or "
             "loss.kl_weighted=false"
         )
+    if config.loss.divides_by_mean and any(part.reward.overlong_tokens for part in config.parts.values()):
+        return (
+            "loss.advantage=max_likelihood divides by the mean reward of a group, and the penalty of "
+            "reward.overlong_tokens may make it negative. Change loss.advantage, or set reward.overlong_tokens=0"
+        )
     is_default = config.loss.value_coefficient == type(config.loss).model_fields["value_coefficient"].default
     if not config.loss.has_value_head and not is_default:
         return (

@@ -38,7 +38,8 @@ class Rows:
         self._is_own = bool(config.reward.function or config.environment.path)
         """Code of the user takes the answers: lists and objects too, or none."""
         self._is_optional = self._is_own and section.answer_column == DEFAULT_ANSWER_COLUMN
-        self._is_nullable = self._is_optional and bool(config.reward.function)
+        self._has_function = bool(config.reward.function)
+        self._is_nullable = self._is_optional and self._has_function
         """Parquet has null for a missing field. Environments such as builtin:math would take None for an answer."""
         self._key = "prompts.template: column" if section.template else "prompts.prompt_column"
         self._template = _template_parts(section.template) if section.template else [("", section.prompt_column)]
@@ -134,11 +135,16 @@ class Rows:
         return tuple(value) if isinstance(value, list) else ()
 
     def _answer(self, row: int, record: Record) -> Any:
-        """The answer as text, or, for code of the user, a list or object as it is; None: there is none."""
+        """The answer as text; for code of the user a list or object, for its functions also a number, as it is.
+
+        None: there is none.
+        """
         value = _value(record, self._answer_column)
         if (self._is_optional and value is _MISSING) or (self._is_nullable and value is None):
             return None
         if self._is_own and isinstance(value, list | Mapping):
+            return value
+        if self._has_function and isinstance(value, bool | int | float):
             return value
         return self._text(row, record, self._answer_column, "prompts.answer_column")
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import json
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -158,7 +159,9 @@ def _is_recorded(name: Any, value: Any) -> bool:
 
 
 def _own(text: str, task: Mapping[str, Any]) -> dict[str, Any]:
-    """The values by parameter, in this project's form: `text` and the columns of the row."""
+    """The values by parameter, in this project's form: `text` and the columns of the row; the answer is text."""
+    if isinstance(answer := task.get("answer"), bool | int | float):
+        task = {**task, "answer": json.dumps(answer)}
     return {**task, "text": text}
 
 
@@ -185,7 +188,7 @@ def _verl(text: str, task: Mapping[str, Any]) -> dict[str, Any]:
 PROMPT_MESSAGES = "prompt_messages"
 """The column `prompt` of a row if it is a list of messages; the parameter `prompt` is its text."""
 _NOT_IN_TRL = ("prompt", "token_ids", "finish_reason", PROMPT_MESSAGES)
-_FORMS = {"completions": _trl, "solution_str": _verl}
+_FORMS = {"completions": _trl, "completion_ids": _trl, "solution_str": _verl}
 """Parameter that only one form has -> the form."""
 
 

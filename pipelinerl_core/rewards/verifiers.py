@@ -34,7 +34,7 @@ class Components:
 
 Verifier = Callable[[str, Mapping[str, Any]], float | Evaluation | Components]
 
-_BOX_OR_BRACE = re.compile(r"\\boxed\{|[{}]")
+_BOX_OR_BRACE = re.compile(r"\\boxed\{|\\\\(?!boxed\{)|\\[{}]|[{}]")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 # A sign counts unless the sign joins two words or numbers, as in "10-20"; a point begins a number unless it follows
 # a word, a number or a point, as in "v.2".
@@ -81,7 +81,7 @@ def last_number(text: str, task: Mapping[str, Any]) -> float:
 
 def _last_number(text: str) -> tuple[bool, str, str] | None:
     """(is negative, digits, decimals) of the last number, without zeros that have no value; None without a number."""
-    matches = deque(_NUMBER.finditer(text), maxlen=1)
+    matches = deque(_NUMBER.finditer(_without_latex(text)), maxlen=1)
     if not matches:
         return None
     number = matches[0][0]
@@ -102,6 +102,8 @@ def _last_boxed(text: str) -> str | None:
     last: tuple[int, int] | None = None
     opened: list[int | None] = []  # for each open brace: start of the box's content; None for another brace
     for token in _BOX_OR_BRACE.finditer(text):
+        if len(token[0]) == 2:  # an escaped brace, or the end of a line, which escapes no brace
+            continue
         if token[0] != "}":
             opened.append(token.end() if len(token[0]) > 1 else None)
         elif opened and (start := opened.pop()) is not None and (last is None or start > last[0]):
@@ -109,7 +111,12 @@ def _last_boxed(text: str) -> str | None:
     return None if last is None else text[slice(*last)]
 
 
+def _without_latex(number: str) -> str:
+    """\\$5, 1{,}234 and 1,\\!234 are $5 and 1,234."""
+    return number.replace("\\$", "$").replace("{,}", ",").replace("\\!", "")
+
+
 def _normalised(answer: str) -> str:
     """Strip outer space, dollar signs, final points and thousands separators; collapse runs of space."""
-    text = " ".join(answer.split())
+    text = " ".join(_without_latex(answer).split())
     return _THOUSANDS.sub("", text.rstrip("$. ").lstrip("$ "))

@@ -6,6 +6,7 @@ from typing import Any
 
 _CALL = re.compile(r"(\d{1,12})\s*\+\s*(\d{1,12})\s*=")
 _NUMBER = re.compile(r"\d+")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 class Calculator:
@@ -40,7 +41,7 @@ class Calculator:
 
     def score(self, task: dict[str, int], transcript: dict[str, Any]) -> dict[str, float]:
         """correct: the last number of the last turn is the sum; called: whether the calculator was used."""
-        numbers = _NUMBER.findall(transcript["answer"])
+        numbers = _NUMBER.findall(_THOUSANDS.sub("", transcript["answer"]))
         is_correct = bool(numbers) and numbers[-1].lstrip("0") == str(task["first"] + task["second"])
         return {"correct": float(is_correct), "called": float(transcript["called"])}
 

@@ -23,6 +23,7 @@ WALL_FACTOR = 5
 """Wall time of an execution over its CPU time: the cores are shared with engine and trainer."""
 _EXIT_SANDBOX = 71
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*$", re.MULTILINE)
+_PYTHON = re.compile(r"[ \t]*```[ \t]*py(thon)?3?\b", re.IGNORECASE)
 
 
 class Code:
@@ -143,7 +144,7 @@ class Code:
 
 
 def last_program(reply: str) -> str:
-    """The content of the last code block of a reply, or the whole reply if there is none.
+    """The content of the last code block of a reply that is named Python, else of the last block, else the reply.
 
     A block without an end reaches to the end of the reply.
 
@@ -153,7 +154,9 @@ def last_program(reply: str) -> str:
     fences = [(fence.start(), fence.end()) for fence in _FENCE.finditer(reply)]
     if not fences:
         return reply
-    opening = (len(fences) - 1) // 2 * 2  # the last fence that opens a block
+    openings = range(0, len(fences), 2)
+    named = [at for at in openings if _PYTHON.match(reply, *fences[at])]
+    opening = (named or openings)[-1]
     end = fences[opening + 1][0] if opening + 1 < len(fences) else len(reply)
     return dedent(reply[fences[opening][1] + 1 : end])  # a block in a list is indented
 

@@ -1,7 +1,12 @@
 """One-turn mathematics, compared as mathematics by the library math-verify: 1/2 equals 0.5 and \\frac{2}{4}."""
 
 import logging
+import re
 from typing import Any
+
+_MARKED = re.compile(r"\\boxed|\$|\\\(|\\\[|####")
+"""Where math-verify finds LaTeX, or a solution of GSM8K has its answer."""
+_PROSE = re.compile(r"[A-Za-z]{3,} | [A-Za-z]{3,}")
 
 
 class Math:
@@ -29,9 +34,21 @@ class Math:
         return str(reply.content)
 
     def score(self, task: dict[str, Any], transcript: str) -> dict[str, float]:
-        """Components of 0 or 1. correct: the reply equals the answer; parsed: the reply has an expression."""
-        # The library's own time limits use SIGALRM, which this process uses for environment.call_seconds.
-        gold = self._math_verify.parse(str(task["answer"]), parsing_timeout=None)
-        parsed = self._math_verify.parse(transcript, parsing_timeout=None)
-        is_correct = bool(gold and parsed) and self._math_verify.verify(gold, parsed, timeout_seconds=None)
+        """Components of 0 or 1. correct: the reply equals the answer; parsed: the reply has an expression.
+
+        Raises ValueError if the answer has no expression.
+        """
+        gold, parsed = self._reference(str(task["answer"])), self._parsed(transcript)
+        if not gold:
+            raise ValueError(f"the answer {str(task['answer'])[:60]!r} has no expression that math-verify can read")
+        is_correct = bool(parsed) and self._math_verify.verify(gold, parsed, timeout_seconds=None)
         return {"correct": float(is_correct), "parsed": float(bool(parsed))}
+
+    def _reference(self, answer: str) -> list[Any]:
+        """Without marks, the library would take the 2 of 2\\pi for the answer, and read no \\sqrt{2}."""
+        is_bare = not _MARKED.search(answer) and ("\\" in answer or not _PROSE.search(answer))
+        return (self._parsed(f"\\boxed{{{answer}}}") if is_bare else []) or self._parsed(answer)
+
+    def _parsed(self, text: str) -> list[Any]:
+        # The library's own time limits use SIGALRM, which this process uses for environment.call_seconds.
+        return list(self._math_verify.parse(text, parsing_timeout=None))

@@ -32,6 +32,7 @@ def test_the_advantages_of_max_likelihood_are_divided_by_the_mean():
     assert max_likelihood([1.0, 1.0]) == [0.0, 0.0]
     assert max_likelihood([0.0, 0.0, 0.0]) == [0.0, 0.0, 0.0]
     assert max_likelihood([0.0, -0.5]) == [0.0, 0.0]
+    assert max_likelihood([1.0, 0.0, -0.999]) == [0.0, 0.0, 0.0]
 
 
 def test_decoupled_standardizes_each_component_before_the_sum():

@@ -377,6 +377,7 @@ def test_a_loss_without_a_kind_is_the_default_loss():
         (["loss.dual_clip=3"], "loss.dual_clip needs loss.kind=ppo, grpo, dr_grpo, dapo, gspo or decoupled_ppo"),
         (["loss.kind=ppo", "loss.dual_clip=1"], "would leave no gradient to negative advantages"),
         (["loss.sequence_ratio_max=1"], "would leave out every rollout"),
+        (["loss.advantage=max_likelihood", "reward.overlong_tokens=4"], "divides by the mean reward of a group"),
         (["reward.overlong_tokens=1000"], "every completion would be overlong"),
         *[
             (["rollouts.filter_zero_variance=true", f"loss.{term}"], rf"gradient with loss\.{term}\. Set rollouts")

@@ -7,6 +7,7 @@ import pytest
 from pipelinerl_core.environments.api import Reply
 from pipelinerl_core.environments.builtin.calculator import Calculator
 from pipelinerl_core.environments.builtin.guess import Guess
+from pipelinerl_core.environments.builtin.math import Math
 from tests.unit.environments.episode_case import ScriptedHost, played
 
 TOWER = "It is $9^{9^{9^{9}}}$."
@@ -45,6 +46,7 @@ def test_a_reply_without_a_number_or_outside_of_the_range_uses_a_guess_up():
         (["347+585=", "347"], 0.0, 1.0),
         (["1+1=", "932"], 1.0, 1.0),
         (["932"], 1.0, 0.0),
+        (["0,932"], 1.0, 0.0),
         (["no idea"], 0.0, 0.0),
     ],
 )
@@ -68,6 +70,27 @@ def test_no_held_out_sum_is_trained():
     calculator = Calculator(digits=1)
     trained = {tuple(calculator.task(index).values()) for index in range(500)}
     assert not trained & {tuple(task.values()) for task in calculator.held_out(100)}
+
+
+@pytest.mark.parametrize(
+    ("answer", "wrong"),
+    [
+        (r"2\pi", "2"), (r"\sqrt{2}", "2"), (r"\frac{3}{4}x^2", r"\frac{3}{4}"), ("(1,2)", "1"), ("x^2", "x"),
+        ("1/2", "2"), (r"10,\!000", "10"), (r"\boxed{7}", "8"), ("$\\frac12$", "2"),
+        ("6 * 7 = 42\n#### 42", "6"), ("about 42 apples", "41"),
+    ],
+)  # fmt: skip
+def test_an_answer_in_bare_latex_is_read_whole(answer, wrong):
+    environment = Math()
+    texts = {r"10,\!000": "10000", r"\boxed{7}": "7", "$\\frac12$": "1/2"}
+    right = texts.get(answer, "42" if "42" in answer else answer)
+    for reply, correct in ((right, 1.0), (wrong, 0.0)):
+        assert environment.score({"answer": answer}, rf"So \boxed{{{reply}}}")["correct"] == correct
+
+
+def test_an_answer_without_an_expression_is_an_error_and_no_zero():
+    with pytest.raises(ValueError, match="has no expression"):
+        Math().score({"answer": ""}, "1")
 
 
 def test_mathematics_is_compared_by_value_and_a_hostile_reply_is_interrupted():

@@ -22,6 +22,7 @@ from pipelinerl_core.models.resolve import load_config
         ("```\nwrong()\n```\nBetter:\n```py\nprint(2)\n```", "print(2)\n"),
         ("```python\nprint(1)", "print(1)"),
         ("```python\nprint(1)\n```\n```python\nprint(2)\n", "print(2)\n"),
+        ("```python\nprint(1)\n```\nOutput:\n```\n1\n```", "print(1)\n"),
         ("```python\nprint('```')\n```", "print('```')\n"),
         ("```", ""),
         ("", ""),

@@ -306,9 +306,12 @@ def test_a_reward_function_gets_a_null_answer_as_none(tmp_path, suffix):
             build_source(build_config({"prompts": prompts, **sections}))
 
 
-def test_the_reference_answer_is_text_beside_its_column(tmp_path):
+def test_the_reference_answer_is_text_beside_its_column_and_a_number_for_functions_of_the_user(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": str(number), "sum": number} for number in range(40)])
     prompt = with_function(path, answer_column="sum").prompt(0)
+    assert prompt.task == {"prompt": prompt.text, "sum": int(prompt.text), "answer": int(prompt.text)}
+    prompts = {"kind": "file", "path": str(path), "answer_column": "sum"}
+    prompt = build_source(build_config({"prompts": prompts})).prompt(0)
     assert prompt.task == {"prompt": prompt.text, "sum": int(prompt.text), "answer": prompt.text}
 
 

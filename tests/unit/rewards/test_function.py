@@ -9,7 +9,7 @@ from pipelinerl_core.rewards.function import FunctionSpec, RewardFunction, Rewar
 from pipelinerl_core.rewards.verifiers import Components
 from pipelinerl_core.sandbox.user_code import Invalid
 
-ROW = {"answer": "4", "level": "hard", "prompt": "2+2=", "token_ids": [7, 8], "finish_reason": "stop"}
+ROW = {"answer": "4", "number": 4, "level": "hard", "prompt": "2+2=", "token_ids": [7, 8], "finish_reason": "stop"}
 
 
 def load(code, name="score", has_network=False, **weights):
@@ -30,7 +30,7 @@ def score(signature, expression="0", **options):
         ("*, text", "len(text)", 7.0),
         ("text, other=3", "other", 3.0),
         ("text, level='easy'", "level == 'hard'", 1.0),
-        ("**row", "len(row)", 6.0),
+        ("**row", "len(row)", 7.0),
         ("text, *rest", "len(rest)", 0.0),
         ("", "-2", -2.0),
     ],
@@ -163,6 +163,8 @@ TRL = [
     ("completions, **kwargs", "[len(text) / 10 for text in completions]", 0.7),
     ("completions, level, **kwargs", "[float(hard == 'hard') for hard in level]", 1.0),
     ("prompts, completions, answer", "[float(a in c) for p, c, a in zip(prompts, completions, answer)]", 1.0),
+    ("prompts, completions, number, answer", "[float(a == 4) for a in number]", 1.0),
+    ("completion_ids, **kwargs", "[len(ids) for ids in completion_ids]", 2.0),
     ("completion_ids, completions", "[len(ids) for ids in completion_ids]", 2.0),
     ("completions, trainer_state=None", "[None]", 0.0),
     ("completions", "np.array([0.5])", 0.5),
@@ -173,6 +175,13 @@ TRL = [
 def test_a_function_of_trl_is_called_with_a_batch_of_one_completion(signature, expression, reward):
     code = f"import numpy as np\ndef score({signature}):\n    return {expression}\n"
     assert load(code)("four: 4", ROW) == reward
+
+
+def test_an_answer_that_is_a_number_is_text_in_the_own_form_and_a_number_in_the_others():
+    row = {**ROW, "answer": 4}
+    assert load("def score(text, answer): return answer in text")("four: 4", row) == 1.0
+    assert load("def score(completions, answer): return [float(answer[0] == 4)]")("four: 4", row) == 1.0
+    assert load("def score(solution_str, ground_truth): return float(ground_truth == 4)")("four: 4", row) == 1.0
 
 
 def test_a_function_of_trl_gets_messages_if_the_prompt_of_the_row_is_messages():

@@ -53,6 +53,10 @@ def test_sums(text, reward):
         ("5", ".5", 0.0),
         ("new   York", "new York", 1.0),
         ("New York", "new York", 0.0),
+        (r"\boxed{\$1{,}234}", "#### 1,234", 1.0),
+        (r"\boxed{10080}", r"\boxed{10,\!080}", 1.0),
+        (r"so \boxed{\left\{\frac{1}{2}\right.}", r"\boxed{\left\{\frac{1}{2}\right.}", 1.0),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}", 1.0),
         ("#### 1,234", "She has 1,200 + 34.\n#### 1234", 1.0),  # a worked solution as reference
         ("", "42", 0.0),
     ],
@@ -78,6 +82,8 @@ def test_exact_match(text, answer, reward):
         ("3.0", "3", 1.0),
         ("007", "7", 1.0),
         ("0.50", "0.5", 1.0),
+        ("1{,}000", r"1,\!000", 1.0),
+        ("0", r"1,\!000", 0.0),
         ("30", "3", 0.0),
         ("x = -4", "-4", 1.0),
         ("x = \u22124", "-4", 1.0),  # the minus sign of typography
@@ -121,10 +127,16 @@ def last_boxed_by_definition(text):
     starts = [place for place in range(len(text)) if text.startswith("\\boxed{", place)]
     for start in reversed(starts):
         depth = 1
-        for position in range(start + 7, len(text)):
+        position = start + 7
+        while position < len(text):
+            pair = text[position : position + 2]
+            if pair in ("\\{", "\\}") or (pair == "\\\\" and not text.startswith("boxed{", position + 2)):
+                position += 2
+                continue
             depth += {"{": 1, "}": -1}.get(text[position], 0)
             if depth == 0:
                 return text[start + 7 : position]
+            position += 1
     return None
 
 
