@@ -44,6 +44,7 @@ class EmbeddedConfig(EngineSection):
     tensor_parallel: ClassVar[int] = 1
     data_parallel: ClassVar[int] = 1
     memory_share: ClassVar[float] = 0.0
+    batched_tokens: ClassVar[int] = 0
 
     kind: Literal["embedded"] = "embedded"
     """embedded: this project's engine, CPU, any transformers decoder with attention; vllm: vLLM, GPUs or CPU."""

@@ -154,11 +154,23 @@ def _eval_problem(config: Settings) -> str | None:
             problem = _prompts_problem(changed)
             if changed.prompts.from_environment and not config.environment.path:
                 problem = "kind=environment takes the tasks of environment.path, which is empty. Set environment.path"
+            elif _suits_no_environment(changed, config):
+                problem = (
+                    f"kind={changed.prompts.kind} does not suit environment.path={config.environment.path}, which "
+                    f"plays the tasks of prompts.kind={config.prompts.kind}. Set the same kind"
+                )
         except ValidationError as error:
             problem = _section_problem(error)
         if problem is not None:
             return f"eval.sets.{name}: {problem}"
     return None
+
+
+def _suits_no_environment(of_set: Settings, config: Settings) -> bool:
+    """An environment plays either rows or tasks of its own, except for the code exercises, which have both."""
+    has_both = config.environment.path in ("", CodeEnvironment().path)
+    is_other = of_set.prompts.from_environment != config.prompts.from_environment
+    return is_other and not has_both and of_set.environment == config.environment and not config.mixture
 
 
 def _engine_problem(config: Settings) -> str | None:
@@ -169,6 +181,11 @@ def _engine_problem(config: Settings) -> str | None:
         return (
             f"weights.transport=nccl broadcasts to the workers of engines, but engine.kind={engine.kind} has no "
             "workers. Set weights.transport=shm, or engine.kind=vllm"
+        )
+    if 0 < engine.batched_tokens < engine.concurrency:
+        return (
+            f"engine.batched_tokens={engine.batched_tokens} is below engine.concurrency={engine.concurrency}, but a "
+            "step has a token of each sequence. Set engine.batched_tokens higher, or engine.concurrency lower"
         )
     return None
 

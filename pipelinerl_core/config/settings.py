@@ -31,6 +31,9 @@ from pipelinerl_core.config.training import TrainerConfig
 MIN_EVAL_STEPS = 20
 """With eval.every_steps=0, runs of fewer steps are not evaluated during training."""
 EVALS_PER_RUN = 10
+_EVALUATION_SLOTS = 256
+_EVALUATION_FACTOR = 4
+"""Times engine.concurrency: who lowers the key for lack of memory lowers the memory of evaluations, too."""
 # Estimate for Qwen2.5 in bfloat16: a token has 3 MB of activations at 1.5B and 7 MB at 7B, of an H100's 80 GB.
 LONG_PACK_TOKENS = 8192
 
@@ -125,6 +128,12 @@ class Settings(Section):
             "max_tokens": chosen.max_tokens or rollouts.max_tokens,
         }
         return self.model_copy(update={"rollouts": rollouts.model_copy(update=update)})
+
+    @property
+    def evaluation_slots(self) -> int:
+        """Sequences that the engine of an evaluator decodes at once: throughput counts, not latency."""
+        slots = min(_EVALUATION_SLOTS, _EVALUATION_FACTOR * self.engine.concurrency)
+        return min(slots, self.engine.batched_tokens or slots)
 
     @property
     def longest_completion(self) -> int:

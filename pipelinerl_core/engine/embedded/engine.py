@@ -158,7 +158,7 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
             self._forget_kept()
             self._decoder.memory.clear()
             yield
-            for _ in self._recompute():
+            for _ in self._recompute(list(self._in_slot)):
                 await asyncio.sleep(0)  # syncs with the hub, which keep the leases
             self._forget_kept()  # of sequences that ended meanwhile
             self._set_resting(False)
@@ -375,8 +375,13 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
             self._fail(f"the swap to version {version} failed half-way: {type(error).__name__}: {error}")
             raise SwapError(self._failure) from error
         self._version = version
-        if self._kv == "recompute":
-            passes, self._is_recomputing = self._recompute(), True
+        if self._deterministic and self._kv != "recompute":
+            # A prompt is fed in several steps. The keys of its first tokens would be of the old weights, and no
+            # weight span of the completion would show this: the parity gate of the trainer would refuse a sound run.
+            self._table.feed_prompts_again()
+        else:  # with kv=keep only turns of which no token is sampled yet, for the same reason
+            slots = list(self._in_slot) if self._kv == "recompute" else self._table.slots_without_token()
+            passes, self._is_recomputing = self._recompute(slots), True
             try:
                 for _ in passes:
                     await asyncio.sleep(0)  # as after a rest; no step runs meanwhile
@@ -384,10 +389,6 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
                 for _ in passes:  # if cancelled: no later token may attend to keys of two versions
                     pass
                 self._is_recomputing = False
-        elif self._deterministic:
-            # A prompt is fed in several steps. The keys of its first tokens would be of the old weights, and no
-            # weight span of the completion would show this: the parity gate of the trainer would refuse a sound run.
-            self._table.feed_prompts_again()
         return replaced
 
     def _forget_kept(self) -> None:
@@ -396,8 +397,11 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         self._kept.clear()
         self._prefilled.clear()
 
-    def _recompute(self) -> Iterator[None]:
-        """Compute the keys and values of all running sequences again, under the current weights, pass by pass."""
+    def _recompute(self, slots: Sequence[int]) -> Iterator[None]:
+        """Compute the keys and values in `slots` again, under the current weights, pass by pass.
+
+        A deterministic engine computes those in all slots.
+        """
         if self._deterministic:
             for position in range(int(self._table.num_fed.max())):
                 step = self._table.refeed_input(position)
@@ -405,9 +409,10 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
                     self._decoder.decode(step.token_ids_R, step.positions_R, num_keys=step.num_keys)
                 yield
         else:
-            for batch in prefill_batches([(slot, self._table.fed_tokens(slot)) for slot in self._in_slot]):
+            for batch in prefill_batches([(slot, self._table.fed_tokens(slot)) for slot in slots]):
                 with torch.inference_mode():
                     self._decoder.prefill(*batch)
                 yield
-        for sequence in self._running.values():
-            sequence.kv_version = self._version
+        for slot in slots:
+            if slot in self._in_slot:  # else the sequence has ended meanwhile
+                self._in_slot[slot].kv_version = self._version

@@ -81,7 +81,11 @@ class SlotTable:
 
     def feed_prompts_again(self) -> None:
         """Feed the sequences without a completion token from their first token on."""
-        self.num_fed[self.is_running & (self.num_known == self._prompt_len)] = 0
+        self.num_fed[self.slots_without_token()] = 0
+
+    def slots_without_token(self) -> list[int]:
+        """Slots of running sequences without a completion token."""
+        return [int(slot) for slot in np.flatnonzero(self.is_running & (self.num_known == self._prompt_len))]
 
     def release(self, slot: int, *, keep: bool = False) -> None:
         """Free a slot. Neutral values replace its state, because steps decode the slot while a higher slot runs.

@@ -36,8 +36,11 @@ class StagedWeights:
         system of the published files a hard link replaces a copy. None: a new directory in shared memory.
         """
         self._model = Path(model)
-        self._shapes = file_shapes(self._model)
-        self._tied = _tied_names(self._model, self._shapes)
+        in_files = file_shapes(self._model)
+        self._tied = _tied_names(self._model, in_files)
+        # Files may have a copy of a tied head and, from older versions of transformers, angles that no weight names.
+        unused = {name for name in in_files if name in self._tied or name.endswith("rotary_emb.inv_freq")}
+        self._shapes = {name: shape for name, shape in in_files.items() if name not in unused}
         self._accepted: tuple[object, ...] = ()
         """Names, shapes and types of the last update that passed."""
         self._names = FileNames(self._model, self._shapes.keys() | self._tied.keys())
@@ -159,5 +162,5 @@ def _tied_names(model: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str,
     """Name of the head -> name of the embedding if the model ties the two; else empty."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     embeddings = [name for name in shapes if name.endswith("embed_tokens.weight")]
-    is_tied = bool(config.get("tie_word_embeddings")) and "lm_head.weight" not in shapes
-    return {"lm_head.weight": embeddings[0]} if is_tied and embeddings else {}
+    is_tied = bool(config.get("tie_word_embeddings")) and bool(embeddings)
+    return {"lm_head.weight": embeddings[0]} if is_tied else {}

@@ -29,8 +29,6 @@ from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 logger = logging.getLogger(__name__)
 
-# Sequences decoded at once: an evaluation needs throughput, not low latency.
-_CONCURRENCY = 256
 NICENESS = 10
 """Niceness of an evaluator beside training: on busy cores about a tenth of the CPU time of a role (Linux)."""
 _POLL_SECONDS = 1.0
@@ -105,7 +103,8 @@ class _Evaluator:
 async def _evaluator(context: RunContext, follower: RunFollower, monitor: RoleMonitor) -> AsyncIterator[_Evaluator]:
     """The evaluator on the starting model, closed after the block. Accelerators are not emulated."""
     config = context.config.for_evaluation
-    wide = config.engine.model_copy(update={"concurrency": _CONCURRENCY})
+    slots = config.evaluation_slots
+    wide = config.engine.model_copy(update={"concurrency": slots})
     as_it_is = config.model_copy(update={"engine": wide, "emulation": EmulationConfig()})
     engine = await open_engine(as_it_is, run_id=context.run_id, name="evaluator")
 
@@ -117,7 +116,7 @@ async def _evaluator(context: RunContext, follower: RunFollower, monitor: RoleMo
         monitor.progress = progress
 
     try:
-        evaluation = Evaluation(context, engine, slots=_CONCURRENCY, newest_step=newest_step, report=report)
+        evaluation = Evaluation(context, engine, slots=slots, newest_step=newest_step, report=report)
         async with heartbeats(monitor, engine):
             yield _Evaluator(
                 context=context, follower=follower, engine=engine, evaluation=evaluation, base=base_weights(config)

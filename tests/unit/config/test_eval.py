@@ -117,3 +117,29 @@ def test_wrong_sampling_is_one_line(setting, problem):
     with pytest.raises(ConfigError, match=r"^[^\n;]*$") as caught:
         load_config("quickstart", [setting])
     assert str(caught.value).startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        (["environment.path=builtin:guess", "prompts.kind=environment", "eval.sets.x.kind=sums"], True),
+        (["environment.path=builtin:math", "eval.sets.x.kind=environment"], True),
+        (["environment.kind=code", "prompts.kind=environment", "eval.sets.x.kind=sums"], False),
+        (["environment.path=builtin:math", "eval.sets.x.lengths=[8]"], False),
+    ],
+)
+def test_a_set_has_the_kind_of_tasks_that_the_environment_plays(overrides, refused):
+    if not refused:
+        assert load_config("quickstart", overrides)
+        return
+    with pytest.raises(ConfigError, match=r"eval\.sets\.x: kind=.* does not suit environment\.path=builtin"):
+        load_config("quickstart", overrides)
+
+
+def test_an_evaluator_has_four_times_the_slots_of_an_actor_and_no_more_than_a_step_has_tokens():
+    assert load_config("quickstart").evaluation_slots == 256
+    assert load_config("quickstart", ["engine.concurrency=8"]).evaluation_slots == 32
+    few = ["engine.kind=vllm", "engine.concurrency=64", "engine.batched_tokens=128"]
+    assert load_config("quickstart", few).evaluation_slots == 128
+    with pytest.raises(ConfigError, match=r"engine\.batched_tokens=63 is below engine\.concurrency=64"):
+        load_config("quickstart", [*few, "engine.batched_tokens=63"])

@@ -57,6 +57,23 @@ async def test_a_swap_leaves_the_bytes_of_all_prefixes_alone_when_kv_is_kept(kv,
     await asyncio.gather(*tasks)
 
 
+async def test_a_turn_that_is_still_fed_at_a_swap_has_keys_of_the_new_weights_alone():
+    engine = EmbeddedEngine(tiny_model(), slots=2, max_len=120, eos_token_ids=[])
+    prompt = np.random.default_rng(0).integers(0, VOCAB_SIZE, 55).tolist()
+    first = await finish(engine, replace(ask("first", prompt=prompt[:30], max_tokens=5), is_turn=True))
+    history = [*prompt[:30], *first.token_ids.tolist(), *prompt[30:]]
+    turn = asyncio.create_task(finish(engine, replace(ask("turn", prompt=history, max_tokens=3), is_turn=True)))
+    for _ in range(6):
+        await asyncio.sleep(0)
+    assert 34 < engine._table.num_fed.max() < len(history)
+    await engine.swap(update_to(1, 1))
+    completion = await turn
+    assert engine.stats().num_reused == 34
+    assert [(span.version, span.start, span.end) for span in completion.weight_spans] == [(1, 0, 3)]
+    expected = reference_logprobs({1: tiny_model(seed=1)}, history, completion)
+    np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-5)
+
+
 async def test_a_rest_frees_the_memory_of_all_keys_and_values():
     def num_bytes():
         memory = engine._decoder.memory

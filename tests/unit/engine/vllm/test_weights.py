@@ -91,6 +91,20 @@ def test_tied_weights_named_as_the_head_are_written_under_the_name_that_vllm_rea
     torch.testing.assert_close(load_file(staged.stage(given)), weights(), rtol=0, atol=0)
 
 
+def test_files_may_have_a_copy_of_a_tied_head_and_angles_that_no_update_has(model, tmp_path):
+    from safetensors.torch import save_file
+
+    tensors = load_file(f"{model}/model.safetensors")
+    copied = {
+        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+    }
+    save_file(tensors | copied, f"{model}/model.safetensors")
+    staged = StagedWeights(model, tmp_path / "staged")
+    staged.check(weights())
+    torch.testing.assert_close(load_file(staged.stage(update(weights()))), weights(), rtol=0, atol=0)
+
+
 def test_only_the_loaded_version_is_kept_and_nothing_after_the_end(model, tmp_path):
     staged = StagedWeights(model, tmp_path / "run" / "staged" / "actor-0")
     paths = [staged.stage(update(weights(), version)) for version in (1, 2)]
