@@ -10,10 +10,12 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from http import HTTPStatus
 from threading import Event
 from typing import Any
 from uuid import UUID
 
+import httpx
 from prefect import get_client
 from prefect.client.schemas.objects import State
 from prefect.exceptions import Pause
@@ -22,10 +24,12 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, get_current_settings, t
 from prefect.states import AwaitingRetry, Crashed
 
 from pipelinerl.tasks.automations import OUTAGE_MESSAGE
-from pipelinerl_core.errors import DeadlineExceeded, PipelineRLError, StoreError, StoreUnavailable
+from pipelinerl_core.errors import ConfigError, DeadlineExceeded, PipelineRLError, StoreError, StoreUnavailable
 from pipelinerl_core.run.locate import local_directory
 from pipelinerl_core.run.records import RUN_KEY
 from pipelinerl_core.storage.object_store import CHECK_SECONDS, open_store
+from pipelinerl_core.supervision.checks import check_http
+from pipelinerl_core.telemetry.redact import redact_text
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +71,22 @@ def schedule_again(crashed: State[Any]) -> None:
         return
     logger.warning("%s. The next start is in %.0f s", crashed.message, RETRY_SECONDS)
     raise Pause(state=state)
+
+
+def check_prefect(url: str) -> None:
+    """The Prefect server of the settings, at `url`, answers and accepts the login. Raises ConfigError."""
+    check_http("PREFECT_API_URL", url)
+    try:  # the health page needs no login
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:
+            client.read_work_pools(limit=1)
+    except httpx.HTTPStatusError as error:
+        answered = f"{error.response.status_code} {error.response.reason_phrase}"
+        if error.response.status_code not in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            raise ConfigError(f"PREFECT_API_URL={redact_text(url)}: the server answered {answered}") from None
+        raise ConfigError(
+            f"PREFECT_API_URL={redact_text(url)}: the server refuses the login ({answered}). Set "
+            "PREFECT_API_AUTH_STRING"
+        ) from None
 
 
 def server_answers(seconds: float) -> bool:

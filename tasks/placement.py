@@ -54,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 HUB, TRAINER, EVALUATOR, ACTOR = "hub", "trainer", "evaluator", "actor"
 EVALUATOR_PREFIX = "evaluator-"
+_ENOUGH = "@"
+"""In the name of an evaluator: between the versions and the accuracy that is enough."""
 WORKERS_SECONDS = 5.0
 """Deadline for the end of actors and trainer; the hub, which they need until then, is stopped afterwards."""
 STOP_SECONDS = 9.5
@@ -142,9 +144,12 @@ class DeployedRole:
         self._run_id = parameters["run_url"].rstrip("/").rpartition("/")[2]
         self._parameters = parameters
         self._name = name
+        self._seconds_running = 0.0
+        """Of all flow runs of the role, without their time in the queue of the work pool."""
         self._budget = RestartBudget(
-            max_restarts, restart_rule(max_restarts), clock=time.monotonic, stable_seconds=STABLE_SECONDS
-        )
+            max_restarts, restart_rule(max_restarts), clock=lambda: self._seconds_running,
+            stable_seconds=STABLE_SECONDS,
+        )  # fmt: skip
         self._is_stopping = False
         server_answers(SERVER_SECONDS)  # otherwise the requests below say what is wrong
         self._follow(self._left_by_earlier_start() or self._start())
@@ -155,7 +160,7 @@ class DeployedRole:
     def _follow(self, run: FlowRun) -> None:
         self._id: UUID = run.id
         self._state: State[Any] | None = run.state
-        self._polled_at = time.monotonic()
+        self._polled_at = self._counted_at = time.monotonic()
 
     def _left_by_earlier_start(self) -> FlowRun | None:
         wanted = FlowRunFilter(
@@ -220,6 +225,10 @@ class DeployedRole:
         return self._state is not None and self._state.is_final()
 
     def _refresh(self) -> None:
+        now = time.monotonic()
+        if self.is_running():
+            self._seconds_running += now - self._counted_at
+        self._counted_at = now
         with get_client(sync_client=True) as client:
             try:
                 self._state = client.read_flow_run(self._id).state
@@ -316,7 +325,7 @@ class RunRoles:
         member.begin()
 
     def wait_for_machine(self) -> bool:
-        """Whether a flow run of the trainer waits for a worker, or every flow run of an actor does.
+        """Whether a flow run of the trainer or of an evaluation waits for a worker, or every flow run of an actor.
 
         False after MACHINE_SECONDS of waiting, so that the deadlines of the caller end the wait.
         """
@@ -324,7 +333,8 @@ class RunRoles:
             name for name, member in self._members.items() if not member.is_running() and not member.has_ended()
         }
         actors = {name for name in self._members if name.startswith("actor-")}
-        if not any(name.startswith(TRAINER) for name in waiting) and not (actors and actors <= waiting):
+        is_needed = any(name.startswith((TRAINER, EVALUATOR_PREFIX)) for name in waiting)
+        if not is_needed and not (actors and actors <= waiting):
             self._waiting_since = None
             return False
         if self._waiting_since is None:
@@ -346,18 +356,22 @@ class RunRoles:
         while EVALUATOR in self._members and not self.has_ended(EVALUATOR):
             if self._run.store.exists(wanted):
                 return
-            self._wait_for_evaluation(name, deadline)
+            deadline = self._wait_for_evaluation(name, deadline)
         if EVALUATOR in self._members and self._run.store.exists(wanted):
             return
         self._begin(name, self._evaluator(version, enough))
         while not self.has_ended(name):
-            self._wait_for_evaluation(name, deadline)
+            deadline = self._wait_for_evaluation(name, deadline)
 
-    def _wait_for_evaluation(self, name: str, deadline: float) -> None:
+    def _wait_for_evaluation(self, name: str, deadline: float) -> float:
+        """Wait a moment; returns the deadline, which moves while the evaluation waits for a worker."""
+        seconds = self._run.config.evaluation_seconds
+        if self.wait_for_machine():
+            deadline = time.monotonic() + seconds
         if time.monotonic() > deadline:
-            seconds = self._run.config.evaluation_seconds
             raise DeadlineExceeded(f"{name}: not done after {seconds:.0f} s. Set a lower eval.num_prompts")
         self.wait(_POLL_SECONDS)
+        return deadline
 
     def _create(self, name: str) -> Role:
         run, url, restarts = self._run, self._run.store.url, self._run.config.placement.max_restarts
@@ -366,7 +380,8 @@ class RunRoles:
         if name == EVALUATOR:
             return self._evaluator(SCHEDULED)
         if name.startswith(EVALUATOR_PREFIX):  # as a flow run on the actors' work pool
-            return self._evaluator(name.removeprefix(EVALUATOR_PREFIX))
+            version, _, enough = name.removeprefix(EVALUATOR_PREFIX).partition(_ENOUGH)
+            return self._evaluator(version, float(enough) if enough else None)
         if self._is_pooled:
             if name.startswith((TRAINER, NODE_PREFIX)):
                 node = {} if name == TRAINER else {"node": int(name.removeprefix(NODE_PREFIX))}
@@ -390,6 +405,8 @@ class RunRoles:
         config = self._run.config
         if self._is_pooled and (config.engine.has_workers or gpus_of(config, EVALUATOR)):
             name, restarts = f"{EVALUATOR_PREFIX}{version}", config.placement.max_restarts
+            if enough is not None:
+                name += f"{_ENOUGH}{enough}"
             parameters = {"run_url": self._run.store.url, "name": name}
             return DeployedRole("actor/actor", parameters, name, restarts, job_variables(config, ACTOR))
         return LocalRole(lambda stop: run_evaluation.submit(self._run, version, stop, enough), self._changed)
@@ -455,7 +472,7 @@ class RunRoles:
     def stop(self, *, keep_evaluator: bool = False) -> None:
         """Stop all roles: actors and trainer, which need the hub until then, then the hub. Raises no error of a role.
 
-        keep_evaluator: the evaluator, which needs no other role, goes on.
+        keep_evaluator: the evaluator, which needs no other role, goes on, and evaluations may follow.
 
         A second Ctrl-C ends the wait for actors and trainer, a third Ctrl-C the wait for all roles. All roles receive
         the request to stop even then, because the flow waits for the threads that supervise them.
@@ -474,7 +491,7 @@ class RunRoles:
             self._await(all_members, begun + STOP_SECONDS)
         for name in members:  # an error of a stopped role no longer counts
             del self._members[name]
-        if self._is_pooled and not self._is_fenced:
+        if self._is_pooled and not self._is_fenced and not keep_evaluator:
             name = secret_name(self._run.store.url)
             _quietly(f"could not delete the Secret block {name}", lambda: Secret.delete(name))
             self._is_pooled = False  # a second stop finds nothing to do

@@ -24,8 +24,8 @@ from pipelinerl.flows.source import installed
 from pipelinerl.tasks.automations import DEFAULT_MAX_RESUMES, LEAST_RESUMES, apply_automation, restart_automations
 from pipelinerl.tasks.notifications import notifying_automations
 from pipelinerl.tasks.operator_changes import keep
+from pipelinerl.tasks.outage import check_prefect
 from pipelinerl_core.errors import ConfigError, PipelineRLError
-from pipelinerl_core.supervision.checks import check_http
 
 KINDS = ("process", "docker", "kubernetes")
 SHIPPED = Path(installed()["directory"]) / "flows" / "prefect.yaml"
@@ -97,7 +97,7 @@ def deploy(
     url = get_current_settings().api.url
     if not url:
         raise ConfigError("deploy needs a Prefect server. Set PREFECT_API_URL, for example http://127.0.0.1:4200/api")
-    check_http("PREFECT_API_URL", str(url))
+    check_prefect(str(url))
     blocks = notification_blocks(notify)
     deployed = Deployed(api_url=str(url))
     with get_client(sync_client=True) as client:
@@ -183,7 +183,7 @@ def read_project(file: Path, kind: str, registry: str = "") -> dict[str, Any]:
                 variables["image"] = f"{registry.rstrip('/')}/{variables['image']}"
         for entry in document["deployments"]:
             entry["work_pool"] = pools[entry["work_pool"]["name"]]
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise ConfigError(
             f"--file {file}: no definitions.pools.{kind} or no deployments of these pools ({error!r}). "
             "Start from `pipelinerl deploy --show`"

@@ -21,7 +21,7 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.models.paths import resolve_model_path
 from pipelinerl_core.run.locate import SHARED_MEMORY, local_directory, root_url
 from pipelinerl_core.sandbox.programs import host_isolation
-from pipelinerl_core.supervision.checks import check_http, check_mlflow, check_packages, check_root
+from pipelinerl_core.supervision.checks import check_mlflow, check_packages, check_root
 from pipelinerl_core.supervision.fit import check_fit, fit_of
 from pipelinerl_core.supervision.gpus import check_gpus
 from pipelinerl_core.supervision.role_commands import ending_with_parent, role_environment
@@ -179,7 +179,9 @@ def _space(examination: Examination, root: str) -> None:
 def _servers(examination: Examination) -> None:
     prefect = os.environ.get("PREFECT_API_URL", "")
     if prefect:
-        _reachable(examination, "prefect", split_login(prefect)[0], lambda: check_http("PREFECT_API_URL", prefect))
+        from pipelinerl.tasks.outage import check_prefect  # loads Prefect
+
+        _reachable(examination, "prefect", split_login(prefect)[0], lambda: check_prefect(prefect))
     else:
         examination.note("prefect", "PREFECT_API_URL is not set: `train` starts a local server")
     mlflow = take_login(os.environ.get(MLFLOW_VARIABLE, ""))

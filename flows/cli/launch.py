@@ -23,14 +23,13 @@ from pipelinerl.flows.cli.local_server import local_server
 from pipelinerl.flows.compare_flow import compare, compare_runs
 from pipelinerl.flows.sweep_flow import sweep
 from pipelinerl.flows.train_flow import train, train_run
-from pipelinerl.tasks.outage import server_answers
+from pipelinerl.tasks.outage import check_prefect, server_answers
 from pipelinerl_core.comparison.plan import Plan
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ConfigError, PipelineRLError, StoreUnavailable
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.jobs import Job
 from pipelinerl_core.run.locate import plain_name, root_url
-from pipelinerl_core.supervision.checks import check_http
 from pipelinerl_core.supervision.process_groups import await_groups
 
 DRAIN_SECONDS = 2.0
@@ -213,7 +212,7 @@ def check_server(config: RunConfig) -> bool:
     """Whether a Prefect server is set. Raises ConfigError if it does not answer, or if work pools need one."""
     configured = get_current_settings().api.url
     if configured:
-        check_http("PREFECT_API_URL", str(configured))
+        check_prefect(str(configured))
     elif config.placement.kind == "work_pools":
         raise ConfigError(
             "placement.kind=work_pools needs a Prefect server that the workers share. Set PREFECT_API_URL, "

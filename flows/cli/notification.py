@@ -29,8 +29,8 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 
 from pipelinerl.tasks.notifications import ALARM, TEST_EVENT, notifying_automations
+from pipelinerl.tasks.outage import check_prefect
 from pipelinerl_core.errors import ConfigError, PipelineRLError
-from pipelinerl_core.supervision.checks import check_http
 
 BLOCK_NAME = "pipelinerl-notify"
 """Name of the blocks that `deploy --notify URL` saves; a further URL of the same type gets a number."""
@@ -168,7 +168,7 @@ def read_deployed() -> list[Notified]:
     url = get_current_settings().api.url
     if not url:
         raise ConfigError("notify needs a Prefect server. Set PREFECT_API_URL, for example http://127.0.0.1:4200/api")
-    check_http("PREFECT_API_URL", str(url))
+    check_prefect(str(url))
     notified = read_notified()
     if not notified:
         raise ConfigError("the Prefect server has no automations of PipelineRL. Run `pipelinerl deploy --notify URL`")

@@ -4,6 +4,8 @@ import errno
 import os
 from contextlib import nullcontext
 from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +15,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from pipelinerl.flows import train_flow
 from pipelinerl.tasks import outage
 from pipelinerl.tasks.automations import restart_automations
-from pipelinerl_core.errors import DeadlineExceeded, StoreError, StoreUnavailable
+from pipelinerl_core.errors import ConfigError, DeadlineExceeded, StoreError, StoreUnavailable
 from pipelinerl_core.run.jobs import Job
 from pipelinerl_core.supervision.supervise import RoleFailed
 from tests.fakes import MemoryStore
@@ -42,6 +44,35 @@ class Store(MemoryStore):
     def exists(self, key: str) -> bool:
         self._answer()
         return super().exists(key)
+
+
+class Locked(BaseHTTPRequestHandler):
+    """A server of Prefect that wants a login for everything but its health."""
+
+    def do_GET(self):
+        self.answer(200 if self.path.endswith("/health") else 401)
+
+    def do_POST(self):
+        self.answer(401)
+
+    def answer(self, status):
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *arguments):
+        pass
+
+
+def test_a_login_that_is_missing_is_a_wrong_configuration_although_the_health_page_answers():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Locked) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/api"
+        refused = pytest.raises(ConfigError, match=r"refuses the login \(401 Unauthorized\)\. Set PREFECT_API_AUTH")
+        with temporary_settings({PREFECT_API_URL: url}), refused:
+            outage.check_prefect(url)
+        server.shutdown()
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from pydantic import TypeAdapter
 from pipelinerl.flows.cli.deployment import SHIPPED
 from pipelinerl.tasks import placement
 from pipelinerl.tasks.placement import DeployedRole, LocalRole, RunRoles, secret_name
-from pipelinerl_core.errors import ConfigError, Fenced, PipelineRLError, TrainingDiverged
+from pipelinerl_core.errors import ConfigError, DeadlineExceeded, Fenced, PipelineRLError, TrainingDiverged
 from pipelinerl_core.models.resolve import build_config
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.evaluations import SCHEDULED
@@ -224,6 +224,19 @@ def test_a_member_with_settings_from_before_a_resume_is_cancelled_and_replaced(s
     assert server.states[server.runs[0].id].type == StateType.CANCELLING
 
 
+def test_the_time_in_the_queue_is_no_life(server, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(placement.time, "monotonic", lambda: now[0])
+    actor = member(max_restarts=2)
+    while not actor.has_ended():
+        for state in (Scheduled(), Running(), Crashed()):
+            now[0] += STABLE_SECONDS if state.is_running() else 20  # the time before this state
+            server.states[server.newest] = state
+            actor.has_ended()
+        assert len(server.states) < 9
+    assert len(server.states) == 3
+
+
 def test_a_run_without_a_machine_for_its_trainer_or_all_actors_waits(server, monkeypatch):
     roles = object.__new__(RunRoles)
     roles._members = {"trainer": member(), "actor-0": member(), "actor-1": member()}
@@ -307,6 +320,9 @@ class Worker:
             self.interrupts.remove("look")
             raise KeyboardInterrupt
         return self.is_told
+
+    def is_running(self) -> bool:
+        return True
 
     def check(self) -> None: ...
 
@@ -573,12 +589,46 @@ def test_an_evaluator_of_vllm_is_a_flow_run_on_the_pool_of_actors(server, pooled
     assert server.started[1][1] == {"run_url": "/runs/run-1", "name": "evaluator-scheduled"}
 
 
+def test_the_last_evaluation_is_a_flow_run_too_and_needs_the_token(server, pooled_crew, monkeypatch):
+    deleted = []
+    monkeypatch.setattr(placement.Secret, "delete", deleted.append)
+    crew = pooled_crew(SIXTEEN)
+    crew.start("actor-0")
+    monkeypatch.setattr(crew, "wait", lambda seconds: server.states.update({server.newest: Completed()}))
+    crew.stop(keep_evaluator=True)
+    crew.evaluate("last")
+    crew.evaluate("all", enough=0.7)
+    names = [parameters["name"] for _, parameters, _ in server.started]
+    assert names == ["actor-0", "evaluator-last", "evaluator-all@0.7"]
+    assert deleted == []
+    crew.stop()
+    assert len(deleted) == 1
+
+
+def test_an_evaluation_may_wait_for_a_worker_for_longer_than_it_may_take(server, pooled_crew, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(placement.time, "monotonic", lambda: now[0])
+    crew = pooled_crew(SIXTEEN)
+    states = iter([*[Scheduled()] * 5, *[Running()] * 5])
+
+    def wait(seconds):
+        now[0] += crew._run.config.evaluation_seconds / 2
+        server.states[server.newest] = next(states)
+
+    monkeypatch.setattr(crew, "wait", wait)
+    with pytest.raises(DeadlineExceeded, match="evaluator-first: not done after"):
+        crew.evaluate("first")
+    assert {state.name for state in states} == {"Running"}, "it ends after the queue"
+
+
 def test_the_flow_run_of_an_evaluator_evaluates(monkeypatch):
     submitted = []
     monkeypatch.setattr(placement.run_evaluation, "submit", lambda *given: submitted.append(given))
     crew = crew_of("local")
     crew._create("evaluator-last")._submit(None)
     assert submitted[0][1:3] == ("last", None)
+    crew._create("evaluator-all@0.7")._submit(None)
+    assert (submitted[1][1], submitted[1][3]) == ("all", 0.7)
 
 
 def test_on_pools_an_embedded_engine_is_evaluated_beside_the_train_flow(pooled_crew):
