@@ -68,15 +68,20 @@ def _check_architecture(config: RunConfig) -> None:
 def rope_problem(entries: Mapping[str, Any], longest: int) -> str:
     """Why sequences of `longest` tokens cannot be trained with the position embedding, empty if they can.
 
-    longrope takes its long factors for a whole pass if any sequence in it is longer than the original length.
+    longrope takes its long factors, and dynamic its frequencies, for a whole pass if any sequence in it is longer
+    than the original length.
     """
     rope = entries.get("rope_parameters") or entries.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type")
     original = rope.get("original_max_position_embeddings") or entries.get("original_max_position_embeddings")
-    if "longrope" not in (rope.get("rope_type"), rope.get("type")) or not original or longest <= original:
+    if kind == "dynamic":
+        original = original or entries.get("max_position_embeddings")
+    if kind not in ("longrope", "dynamic") or not original or longest <= original:
         return ""
     return (
-        f"with longrope, log-probabilities depend on the other sequences of a pass if any has more than {original} "
-        f"tokens, and sequences may have {longest}. Lower rollouts.max_tokens or rollouts.max_prompt_tokens"
+        f"with rope_type={kind}, log-probabilities depend on the other sequences of a pass if any has more than "
+        f"{original} tokens, and sequences may have {longest}. Lower rollouts.max_tokens or "
+        "rollouts.max_prompt_tokens"
     )
 
 

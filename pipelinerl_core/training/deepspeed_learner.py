@@ -12,6 +12,7 @@ Shapes: N = sampled tokens of a pack, C = completion tokens of a rollout.
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -51,8 +52,14 @@ class DeepSpeedLearner(BaseLearner):
     def __init__(self, model: Any, config: RunConfig, *, ranks: Ranks, **more: Any) -> None:
         """As BaseLearner. torch's default process group must exist, also with one rank.
 
-        Raises ConfigError if DeepSpeed is not installed.
+        Raises ConfigError if DeepSpeed is not installed, or would round weights that transformers keeps in float32.
         """
+        kept = "|".join(map(re.escape, getattr(model, "_keep_in_fp32_modules_strict", None) or ()))
+        wide = kept and [name for name, _ in model.named_parameters() if re.search(rf"(^|\.)({kept})($|\.)", name)]
+        if wide and config.model.dtype != "float32":
+            raise ConfigError(
+                f"learner.kind=deepspeed would round {wide[0]} to {config.model.dtype}. Set learner.kind=torch"
+            )
         super().__init__(model, config, ranks=ranks, **more)
         self._parameters = self._policy.trained()
         self._deepspeed = load_deepspeed(self._device, ranks, config.trainer.collective_seconds)
@@ -77,24 +84,25 @@ class DeepSpeedLearner(BaseLearner):
             following = next(packs, None)
             is_last = following is None
             self._engine.set_gradient_accumulation_boundary(is_last)
-            loss = self._forward(batch.to(self._device), sums)
+            loss, logprobs_N = self._forward(batch.to(self._device), sums)
             if is_last:
                 metrics = sums.over_ranks(self._ranks, self._device)
                 if not is_finite(metrics):
                     # DeepSpeed refuses a step and removes its gradients if their norm is not finite. A loss or ratio
-                    # that is not finite must have the same effect.
-                    loss = loss * math.nan
+                    # that is not finite must have the same effect. The loss of a pack without a trained token has no
+                    # gradient; every pack has log-probabilities.
+                    loss = logprobs_N.sum() * math.nan
             self._engine.backward(loss * self._ranks.size, scale_wrt_gas=False)
         rate = self._rate.at(self.version + 1, metrics)
         metrics["train/grad_norm"] = self._apply(rate["train/learning_rate"])
         check_finite(self.version + 1, metrics)
         return metrics | rate
 
-    def _forward(self, batch: PackedBatch, sums: StepSums) -> Tensor:
+    def _forward(self, batch: PackedBatch, sums: StepSums) -> tuple[Tensor, Tensor]:
         output = self._engine(batch)
         loss_sums = self._pack_loss(batch, output)
         sums.add(batch, loss_sums, output.trainer_logprobs_N, output.entropy_N)
-        return loss_sums.loss
+        return loss_sums.loss, output.trainer_logprobs_N
 
     def _apply(self, lr: float) -> float:
         """Clip and step; returns the global norm before clipping. If the norm is not finite, nothing is changed.

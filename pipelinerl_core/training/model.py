@@ -70,6 +70,8 @@ def load_model(
     check_tensors(model, info, f"{key}={path}")
     rank = dist.get_rank() if dist.is_initialized() else 0
     for name, weights in model.named_parameters():
+        if not is_divided(weights):
+            weights.data = weights.data.contiguous()  # a .bin file may have other strides; moments are views
         if not own_part(weights, rank).detach().sum(dtype=torch.float32).isfinite():
             raise ConfigError(f"{key}={path}: tensor {name} has values that are not finite. Take another model")
     compared = None
@@ -122,7 +124,6 @@ def prepare_model(model: Any, attention: AttentionKind = "auto", compared: Any =
     compared: the model that is computed to see this, instead of a model whose weights are divided among the ranks.
     """
     model.eval()
-    model.requires_grad_(True)
     model.config.use_cache = False
     model.set_attn_implementation(_compared(model if compared is None else compared, attention))
     return model

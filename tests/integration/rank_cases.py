@@ -46,9 +46,10 @@ def step_of(learner, config, step):
         return learner.step(rows)
     if step % 2:  # only one rank has the row
         rows[1] = replace(rows[1], advantage=math.nan)
-    else:  # the gradient is finite
+    else:  # the gradient is finite; only the longest of the other rows is trained, and the last pack has short ones
         rows[1].rollout.rollout_logprobs[0] = math.nan
-        rows[1] = replace(rows[1], loss_mask=np.zeros_like(rows[1].loss_mask))
+        longest = max((row for row in rows if row is not rows[1]), key=lambda row: len(row.loss_mask))
+        rows = [row if row is longest else replace(row, loss_mask=np.zeros_like(row.loss_mask)) for row in rows]
     try:
         learner.step(rows)
     except TrainingDiverged as error:

@@ -46,6 +46,7 @@ from pipelinerl_core.errors import (
 from pipelinerl_core.host import own_cores
 from pipelinerl_core.interfaces import Learner
 from pipelinerl_core.messages import Refused, Register, Reserve, Reserved, Rows
+from pipelinerl_core.roles.runtime.device import model_device
 from pipelinerl_core.roles.runtime.gpu_turns import trainer_turn
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
@@ -512,7 +513,9 @@ def train(context: RunContext, stop: threading.Event, monitor: RoleMonitor) -> N
     if is_already_done(context, counted_commit_keys(context.store), stop):
         return
     load_stored_functions(context)
-    epoch, commits = take_over(context.store, context.config.arithmetic)
+    # Steps of a GPU do not repeat to the last bit: with device=auto a host without the GPU must know of it.
+    on_gpu = {"device": "cuda"} if model_device(context.config).type == "cuda" else {}
+    epoch, commits = take_over(context.store, context.config.arithmetic | on_gpu)
     if is_already_done(context, commits, stop):  # the previous trainer has committed in the meantime
         return
     spread = Spread(nodes=context.config.placement.trainer_nodes, store=context.store, epoch=epoch.epoch)

@@ -30,13 +30,16 @@ def test_the_number_of_parameters_is_that_of_the_model(family):
     assert shape_of(entries).num_parameters == pytest.approx(actual, rel=0.02)
 
 
-def test_longrope_is_refused_for_sequences_beyond_its_original_length():
+def test_longrope_and_dynamic_rope_are_refused_for_sequences_beyond_their_original_length():
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
     assert "more than 4096 tokens, and sequences may have 8192" in rope_problem({"rope_parameters": rope}, 8192)
     assert not rope_problem({"rope_parameters": rope}, 4096)
     assert not rope_problem({"rope_parameters": {"rope_type": "yarn"}}, 10**6)
     old = {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096}
     assert rope_problem(old, 5000)
+    dynamic = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 2048}
+    assert "with rope_type=dynamic" in rope_problem(dynamic, 2049)
+    assert not rope_problem(dynamic, 2048)
 
 
 def test_the_reason_is_one_line_that_names_the_model_and_the_role(tmp_path):
