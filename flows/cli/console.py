@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from pipelinerl_core.errors import (
@@ -22,9 +22,10 @@ EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 
 
 def say(text: str) -> None:
-    """Write a message to stderr."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    """Write a message to stderr, unless the terminal is gone."""
+    with suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 def answer(document: Any, lines: list[str], *, as_json: bool) -> None:

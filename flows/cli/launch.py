@@ -170,7 +170,7 @@ def _say_ended(how: str) -> None:
     Further signals are ignored: all role processes have received a request to stop, and the supervision kills those
     that do not.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     left = await_groups(END_SECONDS)
     say(f"{how}; everything is stopped" if not left else f"{how}; still ending: pids {left}")
@@ -182,7 +182,7 @@ class _Terminated(BaseException):
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Let SIGTERM unwind the stack like Ctrl-C; Prefect's own handler, during the flow, calls this handler.
+    """Let SIGTERM, and SIGHUP of a closed terminal, unwind the stack like Ctrl-C; Prefect's own handler, during the flow, calls this handler.
 
     A shell starts background commands with SIGINT ignored; the handler for SIGINT lets `kill -INT` stop them too.
     A library may swallow the exception of SIGTERM. Therefore SIGTERM is sent again every AGAIN_SECONDS until the
@@ -198,6 +198,8 @@ def _signals_raise() -> Iterator[None]:
         raise _Terminated
 
     handlers = {signal.SIGTERM: terminate, signal.SIGINT: signal.default_int_handler}
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # under nohup it stays ignored
+        handlers[signal.SIGHUP] = terminate
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield

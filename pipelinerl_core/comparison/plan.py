@@ -115,6 +115,7 @@ def plan_comparison(wanted: Wanted) -> Plan:
     least = 1 if wanted.grid else 2
     arms = distinct((Arm(arm.name, without_logins(arm.overrides)) for arm in wanted.arms), least)
     wanted = replace(wanted, arms=arms, overrides=without_logins(wanted.overrides))
+    _check_no_seed(wanted)
     reference = wanted.reference or arms[0].name
     if reference not in [arm.name for arm in arms]:
         raise ConfigError(f"--reference {reference}: no such arm; there are {', '.join(arm.name for arm in arms)}")
@@ -122,8 +123,8 @@ def plan_comparison(wanted: Wanted) -> Plan:
         raise ConfigError(f"--target {wanted.target:g}: accuracy lies between 0 and 1. Set --target 0.5")
     if wanted.limit < 1:
         raise ConfigError(f"--limit {wanted.limit}: no run could start. Set --limit 1 or more")
-    if wanted.margin < 0:
-        raise ConfigError(f"--margin {wanted.margin:g}: runs would stop below the target. Set --margin to 0 or more")
+    if not 0 <= wanted.margin <= 1:
+        raise ConfigError(f"--margin {wanted.margin:g}: must be from 0, so that no run stops below the target, to 1")
     if not wanted.budget_minutes > 0:
         raise ConfigError(f"--budget-minutes {wanted.budget_minutes:g}: not above 0. Set --budget-minutes 50")
     seeds = checked_seeds(wanted.seeds)
@@ -142,6 +143,12 @@ def plan_comparison(wanted: Wanted) -> Plan:
         digest=digest_of([resolved, wanted.target, wanted.margin, reference]),
         runs=tuple(runs),
     )
+
+
+def _check_no_seed(wanted: Wanted) -> None:
+    texts = [*wanted.overrides, *(text for arm in wanted.arms for text in arm.overrides)]
+    if not wanted.grid and any(text.partition("=")[0].strip() == "seed" for text in texts):
+        raise ConfigError("seed: every arm has the seeds of --seeds. Set --seeds, for example --seeds 0,1,2")
 
 
 def plan_sweep(

@@ -1,12 +1,16 @@
 """Splits the login off an MLflow URI: no configuration, record, log or look-up of a name contains the login."""
 
 import os
+import re
 from collections.abc import Iterable
 from urllib.parse import unquote
+
+from pipelinerl_core.errors import ConfigError
 
 LOGIN_VARIABLES = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
 """MLflow reads its own variables with every request."""
 SETTING = "tracking.mlflow_uri="
+_SECTION = re.compile(r"tracking\s*=.*?https?://[^/\s\"']*@", re.IGNORECASE | re.DOTALL)
 
 
 def split_login(url: str) -> tuple[str, tuple[str, str] | None]:
@@ -28,7 +32,13 @@ def take_login(uri: str) -> str:
 
 
 def without_logins(overrides: Iterable[str]) -> tuple[str, ...]:
-    """The overrides, which are recorded and shown, without a login (see `take_login`)."""
+    """The overrides, which are recorded and shown, without a login (see `take_login`).
+
+    Raises ConfigError for a login in the value of the whole section.
+    """
+    overrides = tuple(overrides)
+    if any(_SECTION.match(override) for override in overrides):
+        raise ConfigError(f"tracking={{...}}: a URL has a login. Write {SETTING}URL")
     return tuple(
         SETTING + take_login(override.removeprefix(SETTING).strip("\"'"))
         if override.startswith(SETTING)

@@ -28,9 +28,12 @@ def test_every_option_is_one_of_sbatch_before_the_first_command():
 
 
 def started(tmp_path, *arguments, **environment):
-    """The script with stand-ins of srun, which keeps its arguments, and scontrol."""
+    """The script with stand-ins of srun, which keeps its arguments and kills its tasks at SIGTERM, and of Slurm's
+    other commands."""
     for name, text in {
-        "srun": 'trap "touch $OUT/term; exit 0" TERM; echo "$@" > "$OUT/workers"; while :; do sleep 0.05; done',
+        "srun": 'trap "touch $OUT/killed; exit 1" TERM; trap "touch $OUT/term; exit 0" USR2; echo $$ > "$OUT/pid"\n'
+        'echo "$@" > "$OUT/workers"; while :; do sleep 0.05; done',
+        "scancel": 'echo "$@" > "$OUT/cancelled"; kill -USR2 "$(cat "$OUT/pid")"',
         "scontrol": 'echo "$@" > "$OUT/queue"',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -49,7 +52,9 @@ def test_workers_get_sigterm_at_the_notice_and_the_job_is_queued_again(tmp_path)
     finally:
         job.kill()
     assert "prefect worker start --pool" in (tmp_path / "workers").read_text()
+    assert (tmp_path / "cancelled").read_text() == "--signal=TERM 7\n"
     assert (tmp_path / "term").exists()
+    assert not (tmp_path / "killed").exists()
     assert (tmp_path / "queue").read_text() == "requeue 7\n"
 
 
