@@ -139,7 +139,7 @@ def views_page() -> str:
 _METRIC_TITLES: Mapping[Group, tuple[str, ...]] = {
     "trainer": ("## In the commit of every step (and in MLflow)",),
     "evaluator": ("## Of every evaluation (in MLflow)",),
-    "tracker": ("## Derived from commits (MLflow only)",),
+    "tracker": ("## Derived from commits",),
     "system": ("## Of the host of the flow, every 10 s, at step = seconds since the start of the run (MLflow only)",),
     "run": (
         "## For Prometheus",

@@ -31,7 +31,7 @@ from pipelinerl_core.report.run_list import list_runs
 from pipelinerl_core.run.commits import Commits, read_commits
 from pipelinerl_core.run.context import open_run as _open_context
 from pipelinerl_core.run.drain import request_drain
-from pipelinerl_core.run.follow import RunFollower
+from pipelinerl_core.run.follow import RunFollower, commit_metrics
 from pipelinerl_core.run.locate import locate_run, root_url
 from pipelinerl_core.run.records import REPORT_JSON_KEY
 from pipelinerl_core.run.versions import stored_versions
@@ -188,14 +188,17 @@ class Run:
         """
         import pyarrow as pa
 
-        commits = [commit for commit in read_commits(self._store).values() if commit.step > 0]
-        names = sorted({name for commit in commits for name in commit.metrics})
+        every = list(read_commits(self._store).values())
+        commits = [commit for commit in every if commit.step > 0]
+        previous = [None, *every][-len(commits) - 1 : -1]
+        values = [commit_metrics(commit, before) for before, commit in zip(previous, commits, strict=True)]
+        names = sorted({name for metrics in values for name in metrics})
         columns: dict[str, Any] = {
             "step": pa.array([commit.step for commit in commits], pa.int64()),
             "committed_at": pa.array([commit.committed_at for commit in commits], pa.float64()),
         }
         for name in names:
-            columns[name] = pa.array([commit.metrics.get(name) for commit in commits], pa.float64())
+            columns[name] = pa.array([metrics.get(name) for metrics in values], pa.float64())
         return pa.table(columns)
 
     def rollouts(self, steps: int | Iterable[int] | None = None, *, text: bool = True) -> "pa.Table":
@@ -247,14 +250,14 @@ class Run:
             *follower.evals.values(),
             *(record for each in follower.set_evals.values() for record in each.values()),
         )
-        return [record.model_dump(mode="json") for record in records]
+        return [record.document() for record in records]
 
     def evaluate(self, version: int | str = "last") -> list[dict[str, Any]]:
         """Evaluate a weight version, "first", "last" or "all" on the held-out prompts, in a child process."""
         from pipelinerl_core.supervision.run_roles import evaluate
 
         records = evaluate(_open_context(self.url), str(version), Event()) or []
-        return [record.model_dump(mode="json") for record in records]
+        return [record.document() for record in records]
 
     def versions(self) -> list[int]:
         """The weight versions that the store has, which `evaluate` and `export` accept."""

@@ -29,7 +29,7 @@ def evaluate(
 
     records = evaluate_versions(open_run(locate_run(run, root)), version, Event())
     assert records is not None  # nothing sets the stop event
-    documents = [record.model_dump(mode="json") for record in records]
+    documents = [record.document() for record in records]
     has_one = not names_several(version) and len(documents) == 1  # otherwise of several versions or sets
     result = documents[0] if has_one else documents
     answer(result, [evaluation_line(record) for record in records], as_json=as_json)

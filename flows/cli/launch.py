@@ -182,7 +182,8 @@ class _Terminated(BaseException):
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Let SIGTERM, and SIGHUP of a closed terminal, unwind the stack like Ctrl-C; Prefect's own handler, during the flow, calls this handler.
+    """Let SIGTERM, and SIGHUP of a closed terminal, unwind the stack like Ctrl-C; Prefect's own handler, during the
+    flow, calls this handler.
 
     A shell starts background commands with SIGINT ignored; the handler for SIGINT lets `kill -INT` stop them too.
     A library may swallow the exception of SIGTERM. Therefore SIGTERM is sent again every AGAIN_SECONDS until the

@@ -48,7 +48,7 @@ WEIGHTS_SCHEMA = pa.schema(
         pa.field("pause_seconds", pa.float64()),
         pa.field("bytes", pa.int64()),
         pa.field("tokens_sampled", pa.int64()),
-        pa.field("tokens_trained", pa.int64(), nullable=False),
+        pa.field("tokens_trained", pa.int64()),
         pa.field("digest", pa.string()),
     ]
 )
@@ -175,9 +175,9 @@ def _learning(facts: RunFacts) -> dict[str, Any]:
 def _evaluation(record: EvalRecord) -> dict[str, Any]:
     wanted = {
         "version", "last_version", "set", "num_prompts", "num_samples", "temperature", "top_p", "accuracy", "low",
-        "high", "best", "greedy", "components", "mean_tokens", "errors", "seconds", "lag",
+        "high", "best", "greedy", "components", "mean_tokens", "errors", "seconds",
     }  # fmt: skip
-    return {**record.model_dump(mode="json", include=wanted), "lag": record.lag}
+    return {name: value for name, value in record.document().items() if name in wanted} | {"lag": record.lag}
 
 
 def _components(facts: RunFacts, window: int) -> dict[str, dict[str, float | None]]:
@@ -209,12 +209,16 @@ def _mean_reward(steps: Sequence[StepFacts]) -> float | None:
 def _tokens(facts: RunFacts) -> dict[str, Any]:
     lengths = np.concatenate([step.lengths for step in facts.steps]) if facts.steps else np.empty(0, dtype=np.int64)
     last = facts.commits[max(facts.commits)] if facts.commits else None
+    of_rows = {"trained": sum(int(step.lags.sum()) for step in facts.steps),
+               "masked_stale": sum(step.num_masked for step in facts.steps)}  # fmt: skip
+    if last is not None and len(facts.steps) < len(facts.trained_commits):  # the rows of some steps are removed
+        of_rows = {name: last.tokens.get(name, num) for name, num in of_rows.items()}
     return {
         "samples": int(last.metrics.get("progress/samples", len(lengths))) if last else 0,
         "steps_with_rows": len(facts.steps),
         "tokens_generated": last.tokens.get("generated", 0) if last else 0,
-        "tokens_trained": sum(int(step.lags.sum()) for step in facts.steps),
-        "tokens_masked_stale": sum(step.num_masked for step in facts.steps),
+        "tokens_trained": of_rows["trained"],
+        "tokens_masked_stale": of_rows["masked_stale"],
         "completion_length": {
             "median": measures.percentile(lengths, 50),
             "p99.5": measures.percentile(lengths, 99.5),
@@ -323,13 +327,16 @@ def weight_rows(facts: RunFacts) -> list[dict[str, Any]]:
     """Rows of weights.parquet.
 
     If an actor swapped a version again after a restart, the row has the time of the first swap and the longest pause.
-    Tokens sampled after the last reservation are in no commit and are not counted.
+    Tokens sampled after the last reservation are in no commit and are not counted. Tokens trained of versions that a
+    step without rows (store.keep_rows) may have trained are unknown.
     """
     commits = list(facts.commits.values())
     trained: dict[tuple[int, str], int] = {}
     for step in facts.steps:
         for key, num in step.trained.items():
             trained[key] = trained.get(key, 0) + num
+    with_rows = {step.step for step in facts.steps}
+    newest_removed = max((commit.step for commit in facts.trained_commits if commit.step not in with_rows), default=0)
     swaps: dict[tuple[int, str], list[SwapRecord]] = {}
     for swap in swaps_of(commits):
         swaps.setdefault((swap.version, swap.actor), []).append(swap)
@@ -348,7 +355,7 @@ def weight_rows(facts: RunFacts) -> list[dict[str, Any]]:
                 "pause_seconds": max((swap.pause_seconds for swap in own), default=None),
                 "bytes": manifest.num_bytes if manifest else None,
                 "tokens_sampled": sampled.get((version, actor)),
-                "tokens_trained": trained.get((version, actor), 0),
+                "tokens_trained": trained.get((version, actor), 0) if version >= newest_removed else None,
                 "digest": commit.weights_digest if commit else None,
             }
         )

@@ -5,7 +5,7 @@ Shapes: C = completion tokens, N = rollouts of a step, G = its groups, L = large
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -124,6 +124,16 @@ class RunFacts:
     def metric(self, name: str) -> list[tuple[float, float]]:
         """(step, value) of a metric, at the steps that have it."""
         return [(float(each.step), each.metrics[name]) for each in self.trained_commits if name in each.metrics]
+
+    def means(self, name: str, of_rows: Callable[[StepFacts], Any]) -> dict[int, float]:
+        """Step -> mean of an array of its rows; of a step whose rows are removed, the metric `name` of its commit."""
+        known = {int(step): value for step, value in self.metric(name)}
+        rows = {step.step: float(values.mean()) for step in self.steps if len(values := of_rows(step))}
+        return dict(sorted((known | rows).items()))
+
+    def mean_rewards(self) -> dict[int, float]:
+        """Step -> mean reward."""
+        return self.means("reward/mean", lambda step: step.rewards)
 
 
 @dataclass(slots=True, eq=False)

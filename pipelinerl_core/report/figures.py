@@ -9,7 +9,7 @@ import numpy as np
 from pipelinerl_core.report import charts
 from pipelinerl_core.report.charts import MAX_POINTS, Axis, Lane, Point, Series, smooth, thinned, thousands
 from pipelinerl_core.report.document import swaps_of, total_lags
-from pipelinerl_core.report.facts import RunFacts, StepFacts
+from pipelinerl_core.report.facts import RunFacts
 from pipelinerl_core.report.utilization import stretches, wait_seconds
 from pipelinerl_core.run.records import Commit, EvalRecord
 
@@ -38,7 +38,7 @@ LEDGER_CSS = {
 def reward_over_time(facts: RunFacts) -> str:
     """Reward and held-out accuracy against wall clock, with a gap where the run was down."""
     times = {step: commit.committed_at - facts.run.created_at for step, commit in facts.commits.items()}
-    rewards = {step.step: float(step.rewards.mean()) for step in _scored(facts)}
+    rewards = facts.mean_rewards()
     parts = [
         [(times[commit.step], rewards[commit.step]) for commit in part if commit.step in rewards]
         for part in stretches(list(facts.commits.values()))
@@ -59,7 +59,7 @@ def reward_over_samples(facts: RunFacts) -> str:
     for step, commit in facts.commits.items():  # the rows of a step may be removed
         known = totals[max(totals)] + lengths.get(step, 0)
         totals[step] = commit.metrics.get("progress/samples", known) if step else 0.0
-    points = [(totals[step.step], float(step.rewards.mean())) for step in _scored(facts)]
+    points = [(totals[step], reward) for step, reward in facts.mean_rewards().items() if step in totals]
     held_out = [(totals[step], record) for step, record in facts.evals.items() if step in totals]
     axis = Axis("rollouts trained", text=thousands, low=0.0)
     return _learning("Reward against rollouts trained", [points], held_out, axis)
@@ -122,10 +122,10 @@ def reward_components(facts: RunFacts) -> str:
 
 def policy_curves(facts: RunFacts) -> str:
     """Entropy, completion length and divergence from the start, those that the run has."""
-    lengths = [(float(step.step), float(step.lengths.mean())) for step in facts.steps if len(step.lengths)]
+    means = facts.means("rollout/length_mean", lambda step: step.lengths)
     curves = {
         "Entropy of the policy, nats per token": facts.metric("policy/entropy"),
-        "Completion length, mean tokens": lengths,
+        "Completion length, mean tokens": [(float(step), mean) for step, mean in means.items()],
         "Divergence from version 0, nats per token": facts.metric("policy/kl_start"),
     }
     figures = []
@@ -289,10 +289,6 @@ def _worst(points: Sequence[Point]) -> list[Point]:
     return [
         max(points[start : start + stride], key=lambda point: point[1]) for start in range(0, len(points), stride)
     ]
-
-
-def _scored(facts: RunFacts) -> list[StepFacts]:
-    return [step for step in facts.steps if len(step.rewards)]
 
 
 def _percent(value: float) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.report.diagnosis import text_decoder
 from pipelinerl_core.report.facts import RunCache, RunFacts, collect, own_copy, read_batch
 from pipelinerl_core.report.html import page_of, served_styles
 from pipelinerl_core.report.live_view import status_line, status_of
@@ -126,7 +125,8 @@ class LivePage:
             except ConfigError as error:
                 problem = str(error)
         else:
-            texts = text_decoder(self._follower.run.model_path)
+            decode = self._decode
+            texts = None if decode is None else lambda ids: decode(ids.tolist())
             for step in named:
                 rows = read_batch(self._store, self._commit(step))
                 listings.append(listing_of(rows, replace(wanted, step=str(step)), texts))
@@ -167,10 +167,10 @@ class LivePage:
         """
         with self._browser_lock:
             if self._traced is None:
-                self._traced = TracedRun(self._store)
+                self._traced, self._traced_at = TracedRun(self._store), time.monotonic()
             elif time.monotonic() - self._traced_at >= STATUS_SECONDS:
                 self._traced.refresh()
-            self._traced_at = time.monotonic()
+                self._traced_at = time.monotonic()
             yield self._traced
 
     def page(self) -> str:

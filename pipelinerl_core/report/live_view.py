@@ -154,6 +154,7 @@ def status_of(
     first = alarm or (headline(reward, step, is_over=is_over) if reward is not None else None)
     newest, config = follower.commits.newest(_ETA_STEPS), follower.run.config
     phase = _steps_per_phase(config)
+    pauses = [swap.pause_seconds for commit in newest for swap in commit.swaps]
     paced = follower.commits.newest(max(_ETA_STEPS, 3 * phase + 1))
     evaluated = [commit for version in list(follower.evals)[-1:] if (commit := follower.commits.get(version))]
     unmoved = "" if reward is not None else unmoved_advice([*evaluated, *newest], config).rstrip(".")
@@ -176,7 +177,7 @@ def status_of(
         "evaluated_at": max((record.finished_at for record in all_evals), default=0.0),
         "parts": parts,
         "progress": progress,
-        "swap_pause_seconds": live.get("swap_pause_seconds", metrics.get("swap/pause_seconds_max")),
+        "swap_pause_seconds": live.get("swap_pause_seconds", statistics.median(pauses) if pauses else None),
         "tokens_per_second": live.get(
             "tokens_per_second", metrics.get("actor/tokens_per_second") if is_alive else None
         ),

@@ -87,9 +87,7 @@ def _chart(
     series = []
     for run, css in zip(facts, _COLOURS, strict=True):
         at, name = place(run), run.run.run_id
-        rewards: list[Point] = [
-            (at[step.step], float(step.rewards.mean())) for step in run.steps if len(step.rewards)
-        ]
+        rewards: list[Point] = [(at[step], reward) for step, reward in run.mean_rewards().items() if step in at]
         held_out: list[Point] = [
             (at[version], record.accuracy)
             for version, record in run.evals.items()

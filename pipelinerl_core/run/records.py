@@ -515,6 +515,10 @@ class EvalRecord(Record):
         """The accuracy; None if completions failed and none has a reward."""
         return None if self.errors > 0 and self.low is None else self.accuracy
 
+    def document(self) -> dict[str, Any]:
+        """The record as JSON values, with the known accuracy."""
+        return self.model_dump(mode="json") | {"accuracy": self.known_accuracy}
+
     @property
     def lag(self) -> int:
         """Optimizer steps between the evaluated version and the end of the evaluation."""

@@ -56,6 +56,7 @@ def test_the_notebook_trains_reads_and_exports_a_run(shown):
     assert values[2] == ("finished", 12)
     assert values[-1] == (True, "finished", True)
     assert names["metrics"].column("step").to_pylist() == list(range(1, 13))
+    assert names["metrics"].column("tokens/generated").to_pylist()[-1] > 0
     assert set(names["rows"]["step"]) == {12}
     assert len(names["rows"]) == GROUPS * 8
     row = names["rows"].iloc[0]

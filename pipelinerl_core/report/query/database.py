@@ -124,6 +124,8 @@ class Database:
         if self._result is not None:  # DuckDB runs no statement beside an open result
             self._result.close()
         with self.reading():
+            if len(self._connection.extract_statements(statement)) > 1:
+                raise ConfigError("SQL: give one statement at a time")
             self._prepare(statement)
             result = self._connection.sql(statement)
             reader = result.to_arrow_reader(_BATCH_ROWS) if result is not None else pa.table({}).to_reader()

@@ -319,6 +319,29 @@ def test_a_synthetic_run_has_every_figure_and_is_plain_json(store):
     assert sum(num for name, num in report["ledger"].items() if name != "generated") == report["tokens_generated"]
 
 
+def test_steps_whose_rows_are_removed_keep_their_means_and_their_tokens(store):
+    write_run(store, Shape(steps=12))
+    whole = build_report(store)
+    store.delete([key for step in range(1, 9) for key in store.list("batches") if f"/{step:08}." in key])
+    facts = collect(store)
+    assert [step.step for step in facts.steps] == [9, 10, 11, 12]
+    assert list(facts.mean_rewards()) == list(range(1, 13))
+    rewards = dict(facts.metric("reward/mean"))
+    assert facts.mean_rewards()[3] == rewards[3]
+    report = build_report(store)
+    assert (report["tokens_trained"], report["tokens_masked_stale"]) == (
+        whole["ledger"]["trained"], whole["ledger"]["masked_stale"]
+    )  # fmt: skip
+    rows = pq.read_table(pa.BufferReader(weights_table(facts))).to_pylist()
+    assert {row["version"] for row in rows if row["tokens_trained"] is None} == set(range(8))
+
+
+def test_an_evaluation_without_a_reward_has_no_accuracy_in_documents():
+    record = EvalRecord(version=3, num_prompts=8, accuracy=0.0, mean_tokens=1, errors=8, seconds=1)
+    assert record.document()["accuracy"] is None
+    assert record.model_copy(update={"errors": 0}).document()["accuracy"] == 0.0
+
+
 def test_a_run_without_a_step_has_a_report(store):
     put_record(store, RUN_KEY, run_record())
     report = build_report(store)

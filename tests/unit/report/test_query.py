@@ -198,6 +198,7 @@ def test_a_statement_reads_only_the_objects_of_the_views_that_it_names(url, monk
     [
         ("select x from rollouts", 'Referenced column "x" not found'),
         ("selec 1", "syntax error at or near"),
+        ("select 1; select 2", "give one statement at a time"),
         ("select * from rollout", "there is no view rollout; did you mean rollouts"),
         ("select cast(completion as int) from rollouts", "Could not convert string"),
         ("select * from read_csv('/etc/passwd')", "file system operations are disabled"),

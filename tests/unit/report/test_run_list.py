@@ -8,7 +8,7 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.report.run_list import Wanted, list_runs, run_names, run_table
 from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.reading import read_record
-from pipelinerl_core.run.records import RUN_KEY, RunRecord, commit_key
+from pipelinerl_core.run.records import RUN_KEY, RunRecord, commit_key, eval_key, eval_version
 from pipelinerl_core.storage.object_store import open_store
 from tests.counting_store import CountingStore
 from tests.synthetic_run import Shape, put_record, write_run
@@ -35,6 +35,14 @@ def test_runs_are_listed_newest_first_with_their_newest_figures(root):
     assert old.held_out_last is not None
     assert [run.run_id for run in list_runs(root, limit=1)] == ["new-2"]
     assert run_names(root) == ["new-2", "old-1"]
+
+
+def test_an_evaluation_of_another_set_hides_none_of_the_runs_own(root):
+    store = root.child("old-1")
+    before = list_runs(root)[1].held_out_last
+    newest = max(eval_version(key) for key in store.list("evals"))
+    store.put(f"evals/{newest + 1:08}.hard.json", store.get(eval_key(newest)))
+    assert list_runs(root)[1].held_out_last == before
 
 
 def test_a_run_that_was_killed_is_stopped_and_a_damaged_run_says_why(root):
