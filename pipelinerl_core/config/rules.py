@@ -301,7 +301,7 @@ def _loss_problem(config: Settings) -> str | None:
     if config.loss.divides_by_mean and any(part.reward.overlong_tokens for part in config.parts.values()):
         return (
             "loss.advantage=max_likelihood divides by the mean reward of a group, and the penalty of "
-            "reward.overlong_tokens may make it negative. Change loss.advantage, or set reward.overlong_tokens=0"
+            "reward.overlong_tokens may make it negative. Set another loss.advantage, or reward.overlong_tokens=0"
         )
     is_default = config.loss.value_coefficient == type(config.loss).model_fields["value_coefficient"].default
     if not config.loss.has_value_head and not is_default:

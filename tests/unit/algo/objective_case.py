@@ -269,7 +269,7 @@ def _advantages(group, config):
                 "leave_one_out": rewards[i] - sum(others) / len(others),
                 "group_mean": rewards[i] - mean,
                 "standardized": (rewards[i] - mean) / (std + 1e-4),
-                "max_likelihood": (rewards[i] - mean) / mean if mean > 0 else 0.0,
+                "max_likelihood": (rewards[i] - mean) / mean if mean > 0 and min(rewards) >= 0 else 0.0,
                 "value": rewards[i],
             }[config.loss.advantage]
             token_advantages.append([advantage] * rollout.num_tokens)

@@ -94,14 +94,18 @@ ODD = [
 def test_the_answer_keeps_its_digits_and_its_text(tmp_path, suffix):
     answers = ["2024-02-11", 12345678901234567890, "002", True, 1.5]
     rows = [{"n": n, "prompt": "p", "answer": answer} for n, answer in enumerate(answers)]
-    prompts = tasks(source(written(tmp_path, f"rows{suffix}", rows)))
+    path = written(tmp_path, f"rows{suffix}", rows)
+    prompts = tasks(source(path))
     assert [prompt.task["answer"] for prompt in prompts] == [
         "2024-02-11",
-        "12345678901234567890",
+        12345678901234567890,
         "002",
-        "true",
-        "1.5",
+        True,
+        1.5,
     ]
+    values = {"kind": "file", "path": str(path), "template": "{n}: {prompt}"}
+    texts = tasks(build_source(build_config({"prompts": values})))
+    assert [prompt.task["answer"] for prompt in texts][1:] == ["12345678901234567890", "002", "true", "1.5"]
 
 
 def test_odd_values_reach_the_environment_as_they_are_in_the_file(tmp_path):
@@ -305,7 +309,7 @@ def test_parquet_files_of_a_directory_keep_their_own_types(tmp_path):
         table = pa.table({"prompt": ["a", "b"], "n": [2 * number, 2 * number + 1], "answer": values})
         pyarrow.parquet.write_table(table, tmp_path / f"train-{number}.parquet")
     prompts = tasks(source(tmp_path, "huggingface", prompt_column="prompt"))
-    assert [prompt.task["answer"] for prompt in prompts] == ["7", "8", "002", "x"]
+    assert [prompt.task["answer"] for prompt in prompts] == [7, 8, "002", "x"]
 
 
 @pytest.mark.parametrize("number", ["1e400", f"1{'0' * 400}.5", f"{'9' * 280}e99"])
