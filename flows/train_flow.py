@@ -251,10 +251,10 @@ def open_at(
     config = run.config if run else config
     refuse_if_live(url)
     is_new = run is None
-    if run is None or not is_complete(run.store, config.trainer.steps):  # a complete run needs no GPU and no space
-        count_start(url, flow_run_id, flow_run.run_count, config.placement.max_resumes)
-        if not is_checked:
-            preflight(config, url.rpartition("/")[0], run=run)
+    count_start(url, flow_run_id, flow_run.run_count, config.placement.max_resumes)
+    needs_start = run is None or not is_complete(run.store, config.trainer.steps)  # else neither GPU nor space
+    if needs_start and not is_checked:
+        preflight(config, url.rpartition("/")[0], run=run)
     if run:
         note_resume(run, overrides)
     config = config if run else with_tags_of_flow_run(pinned(config))

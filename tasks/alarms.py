@@ -64,6 +64,7 @@ class Alarms:
     def skip(self, config: Mapping[str, Any], commits: Mapping[int, Commit], last: Commit | None) -> None:
         """Emit no event for what an earlier start of the run has told: what holds already at this start."""
         self._is_silent = True
+        self._actors_through = max(commits, default=0) - 1  # alarms hold as of the newest commit
         try:
             self.check_parts(config, last)
             self.check(commits)

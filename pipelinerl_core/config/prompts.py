@@ -119,8 +119,9 @@ class HuggingFacePrompts(RowPrompts):
     is held out."""
 
     def held_out_in(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        is_other = changes.keys() & {"path", "config_name", "split"}
-        return {"held_out_split": self.split} if is_other else {}
+        if "split" in changes or (not self.held_out_split and changes.keys() & {"path", "config_name"}):
+            return {"held_out_split": self.split}
+        return {}
 
 
 PromptsConfig = Annotated[

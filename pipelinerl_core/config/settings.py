@@ -168,8 +168,12 @@ class Settings(Section):
         return {name: self.with_part(name) for name in self.mixture} or {"": self}
 
     def with_part(self, name: str) -> Self:
-        """The configuration of one part of the mixture, without a mixture. Raises ValidationError."""
-        part, changes = self.mixture[name], dict[str, Any](mixture={})
+        """The configuration of one part of the mixture, without a mixture and without sets, which are of the run.
+
+        Raises ValidationError.
+        """
+        part = self.mixture[name]
+        changes = dict[str, Any](mixture={}, eval=self.eval.model_copy(update={"sets": {}}))
         if part.prompts:
             own = {"kind": self.prompts.kind, **self.prompts.model_dump(include=set(PromptsSection.model_fields))}
             changes["prompts"] = TaskSections.model_validate({"prompts": {**own, **part.prompts}}).prompts

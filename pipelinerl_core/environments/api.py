@@ -84,6 +84,7 @@ class Ask:
         self._port = port
         self._recorded = dict(once)
         self._turns: dict[bytes, int] = {}  # digest of a history that ends with a turn of the model -> the turn
+        self._tools: list[str] = []  # of each turn, as its context shows them
         self._is_waiting = False
         self._is_spent = False
         self._is_closed = False
@@ -99,8 +100,8 @@ class Ask:
 
         messages: the whole history. A history that continues the previous call's has its messages, reply.message,
         then new messages. Any other history begins a branch of the episode: it continues the history of an earlier
-        call, or is a history of its own, such as a compacted one or that of a sub-agent. tools: function tools as
-        JSON schemas. Raises BudgetSpent and AskError.
+        call, or is a history of its own, such as a compacted one, that of a sub-agent or one with other tools. tools:
+        function tools as JSON schemas; without tools, those of the history stay. Raises BudgetSpent and AskError.
         """
         if self._is_closed:
             raise AskError("ask was called after the end of its episode")
@@ -111,7 +112,10 @@ class Ask:
         messages, tools = list(messages), list(tools)
         history = [self._text(message, f"messages[{index}]") for index, message in enumerate(messages)]
         num_known, after = self._known_messages(history)
-        new, tools_text = _json_list(messages[num_known:]), self._tools_text(tools)
+        tools_text = self._tools_text(tools)
+        if after >= 0 and tools and tools_text != self._tools[after]:  # they stand before the first turn
+            num_known, after = 0, -1
+        new = _json_list(messages[num_known:])
         if self._is_spent:
             raise BudgetSpent
         self._is_waiting = True
@@ -129,6 +133,7 @@ class Ask:
             self._is_spent = True
             raise BudgetSpent
         self._turns[history_digest([*history, json_text(reply.message)])] = self.num_turns
+        self._tools.append(tools_text if after < 0 else self._tools[after])
         self.num_turns += 1
         return reply
 

@@ -48,6 +48,8 @@ class Rows:
         self.questions: list[str] = []
         """For each row, the hash of the columns that the prompt is made of, each once, whatever the source and the
         template."""
+        self.values: list[str] = []
+        """For each row, the hash of the values of these columns, whatever the names of the columns."""
         self.texts: list[str] = [] if section.template else self.questions
         """For each row, the hash of the text shown to the model."""
         self.num_empty_answers = 0
@@ -63,6 +65,7 @@ class Rows:
             self.questions.append(
                 text_hash("\0".join(value for _, value in sorted(set(zip(names, columns, strict=True)))))
             )
+            self.values.append(text_hash("\0".join(sorted(columns))))
             if section.template:
                 self.texts.append(text_hash(text))
             answer = self._answer(row, record)
@@ -94,6 +97,8 @@ class Rows:
         matches = [row for row, question in enumerate(self.questions)
                  if question in questions or self.texts[row] in texts]  # fmt: skip
         if {column for _, column in self._template} != {column for _, column in other._template}:
+            values = {other.values[row] for row in others}
+            matches += [row for row, value in enumerate(self.values) if value in values]
             whole = {other.row_hashes[row] for row in others}
             matches += [row for row, whole_row in enumerate(self.row_hashes) if whole_row in whole]
         return sorted(set(matches))

@@ -70,7 +70,7 @@ class LivePage:
         self.created_at = self._follower.run.created_at
         self._cache = RunCache()
         self._lock = threading.Lock()
-        self._browser_lock = threading.Lock()
+        self._page_lock, self._browser_lock = threading.Lock(), threading.Lock()
         self._traced: TracedRun | None = None
         self._traced_at = 0.0
         self._status: dict[str, Any] = {}
@@ -102,7 +102,7 @@ class LivePage:
 
     def facts(self) -> RunFacts:
         """The run as it is stored now. Raises StoreError."""
-        with self._lock:
+        with self._page_lock:
             return collect(self._store, self._cache)
 
     def rollouts_page(self, wanted: WantedRollouts) -> str:
@@ -176,7 +176,7 @@ class LivePage:
     def page(self) -> str:
         """The page; rendered again after new commits, within PAGE_SHARE of the time."""
         status = self.status()
-        with self._lock:
+        with self._page_lock:  # a long rendering holds back neither status nor metrics
             if not self._body or self._page != status["page"]:
                 begun = time.monotonic()
                 self._body = page_of(self._store, collect(self._store, self._cache), self._decode, has_browser=True)

@@ -180,7 +180,8 @@ def _trl(text: str, task: Mapping[str, Any]) -> dict[str, Any]:
 def _verl(text: str, task: Mapping[str, Any]) -> dict[str, Any]:
     """In verl's form; the reference is `reward_model.ground_truth` of the row, else its answer."""
     judged = task.get("reward_model")
-    truth = judged.get("ground_truth") if isinstance(judged, Mapping) else task.get("answer")
+    truth = judged.get("ground_truth") if isinstance(judged, Mapping) else None
+    truth = task.get("answer") if truth is None else truth
     known = {"data_source": task.get("data_source", ""), "extra_info": task.get("extra_info")}
     return {**task, **known, "solution_str": text, "ground_truth": truth}
 

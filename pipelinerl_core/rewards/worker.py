@@ -76,7 +76,8 @@ def main() -> None:
         evaluator.start_next()
     with open(requests, "rb") as stream:
         for line in stream:
-            write_all(replies, as_line(_reply(verifier, line, evaluator)))  # unbuffered: resets the parent's deadline
+            reply = as_line(_reply(verifier, line, evaluator, spec.timeout_reward))
+            write_all(replies, reply)  # unbuffered: resets the parent's deadline
             if spec.forks:
                 evaluator.start_next()
 
@@ -91,14 +92,16 @@ def _loaded(location: str, prepare: Any) -> tuple[Verifier, Callable[[], object]
     return verifier, warm_up
 
 
-def _reply(verifier: Verifier, line: bytes, evaluator: forked.Evaluator) -> dict[str, Any]:
+def _reply(verifier: Verifier, line: bytes, evaluator: forked.Evaluator, timeout_reward: float) -> dict[str, Any]:
     request = json.loads(line)
     file = getattr(verifier, "file", "")
-    caught = _caught(lambda: _scored(verifier, request, line, evaluator), BaseException, file)
+    caught = _caught(lambda: _scored(verifier, request, line, evaluator, timeout_reward), BaseException, file)
     return {"id": request["id"], **caught}
 
 
-def _scored(verifier: Verifier, request: dict[str, Any], line: bytes, evaluator: forked.Evaluator) -> dict[str, Any]:
+def _scored(
+    verifier: Verifier, request: dict[str, Any], line: bytes, evaluator: forked.Evaluator, timeout_reward: float
+) -> dict[str, Any]:
     verdict = verifier(request["text"], request["task"])
     if isinstance(verdict, Components):
         return {"reward": verdict.reward, "components": verdict.values}
@@ -107,7 +110,8 @@ def _scored(verifier: Verifier, request: dict[str, Any], line: bytes, evaluator:
     try:
         result = evaluator.evaluated(line)
     except forked.Lost as lost:
-        return {"reward": verdict.lowest, "lost": str(lost)}
+        is_late = str(lost) == forked.TIMEOUT
+        return {"reward": timeout_reward if is_late else verdict.lowest, "lost": str(lost)}
     if "reward" in result and not verdict.lowest <= result["reward"] <= verdict.highest:
         return {"reward": verdict.lowest, "lost": forked.DIED}
     return result

@@ -59,8 +59,15 @@ def _imported(location: str, kind: str) -> ModuleType:
         ) from None
 
 
+_CODE = "__pipelinerl_code__"
+"""Attribute of a module: the text that has been executed to its end."""
+
+
 def _executed(file_name: str, code: str) -> ModuleType:
-    """The module that a file's text defines. Tracebacks name the file."""
+    """The module that a file's text defines, once in a process. Tracebacks name the file."""
+    known = sys.modules.get(f"user_code_{Path(file_name).stem}")
+    if known is not None and (known.__file__, getattr(known, _CODE, None)) == (file_name, code):
+        return known
     module = ModuleType(f"user_code_{Path(file_name).stem}")
     module.__file__ = file_name
     sys.modules[module.__name__] = module
@@ -72,6 +79,7 @@ def _executed(file_name: str, code: str) -> ModuleType:
             "other modules on every host of the run"
         ) from None
     _import_inner(code)
+    setattr(module, _CODE, code)
     return module
 
 

@@ -37,6 +37,7 @@ PART_BYTES = 32 << 20
 MAX_PARTS = 10_000
 """S3's limit; larger objects have larger parts."""
 PARALLEL_PARTS = 4
+PARALLEL_DELETES = 8
 ABANDONED_SECONDS = 3600.0
 """A multipart upload that got no part for this long has no writer: a live writer fails earlier."""
 CONNECT_SECONDS = 5
@@ -269,11 +270,20 @@ class S3Store:
             options["ContinuationToken"] = page["NextContinuationToken"]
 
     def delete(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            try:
-                self._request("delete", key, "delete_object", **self._target(key))
-            except MissingObject:
-                continue
+        keys = list(keys)
+        if len(keys) == 1:
+            self._delete(keys[0])
+            return
+        threads = ThreadPoolExecutor(PARALLEL_DELETES, "s3-delete")  # not all servers delete several per request
+        try:
+            for _ in threads.map(self._delete, keys):
+                pass
+        finally:
+            threads.shutdown(cancel_futures=True)
+
+    def _delete(self, key: str) -> None:
+        with suppress(MissingObject):
+            self._request("delete", key, "delete_object", **self._target(key))
 
     def unfinished(self) -> dict[str, int]:
         """Multipart uploads of killed writers, as "<key>?uploadId=<id>". Their parts take space.

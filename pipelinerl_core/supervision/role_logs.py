@@ -110,8 +110,12 @@ def rotated(path: Path) -> Path:
 
 
 def tail(path: Path, number: int, start: int = 0) -> list[str]:
-    """The last lines of a file that are not blank, from `start` on."""
-    with path.open("rb") as log:
+    """The last lines of a file that are not blank, from `start` on; none of a file that somebody has removed."""
+    try:
+        log = path.open("rb")
+    except FileNotFoundError:
+        return []
+    with log:
         size = log.seek(0, os.SEEK_END)
         log.seek(max(start, size - TAIL_BYTES))
         text = log.read().decode(errors="replace")

@@ -179,6 +179,8 @@ class MlflowTracker:
         self.num_lost = 0
         """Metrics dropped because of an outage of MLflow."""
         self.num_failures = 0
+        self._is_away = False
+        """The newest request has failed."""
         """Failed attempts to write."""
         self._lost_at: int | None = None
         self._began = 0.0
@@ -359,8 +361,8 @@ class MlflowTracker:
     def _sample(self) -> None:
         """Log the system metrics if they are due."""
         is_due = time.monotonic() - self._sampled_at >= SAMPLE_SECONDS
-        if self._machine is None or self.logged is None or not is_due:
-            return
+        if self._machine is None or self.logged is None or not is_due or self.room <= 0:
+            return  # without room in an outage: the steps are in the store, the machine's samples are not kept
         self._sampled_at = time.monotonic()
         try:
             self.log(max(0, round(time.time() - self._began)), self._machine())
@@ -426,7 +428,8 @@ class MlflowTracker:
             call()
         except Exception as error:  # noqa: BLE001 - an error of tracking must not end the run
             self.num_failures += 1
-            level = logging.WARNING if self.num_failures == 1 else logging.DEBUG
+            level = logging.DEBUG if self._is_away else logging.WARNING
+            self._is_away = True
             logger.log(
                 level,
                 "could not write %s to MLflow (%s), trying again later; the run continues",
@@ -434,6 +437,7 @@ class MlflowTracker:
                 _reason(error),
             )
             return False
+        self._is_away = False
         return True
 
 

@@ -1,4 +1,4 @@
-"""Memory for the bytes of weight versions: private to a process, or files in shared memory that are used in turn.
+"""Memory for the bytes of weight versions: private to a process, or files in shared memory; both are used in turn.
 
 A file in shared memory is locked as long as somebody uses it: exclusively while it is written, shared afterwards, by
 the trainer and by every engine whose weights are views of it. A lock ends with the last tensor of the version, or
@@ -14,6 +14,7 @@ import os
 import re
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -106,6 +107,22 @@ WeightMemory = Callable[[int], Region]
 def private_memory(size: int) -> Region:
     """Memory of this process."""
     return Region(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+class PrivateMemory:
+    """Memory of this process for one version after the other: a region is used again after its last tensor."""
+
+    def __init__(self) -> None:
+        self._free: deque[mmap.mmap] = deque(maxlen=1)
+
+    def allocate(self, size: int) -> Region:
+        """As `private_memory`. The region is free again with the last tensor of it; a slice does not keep it."""
+        memory = self._free.popleft() if self._free else None
+        if memory is None or len(memory) != size:
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        view = memoryview(memory)
+        weakref.finalize(view, self._free.append, memory)
+        return Region(view)
 
 
 def shm_directory(run_id: str) -> Path:

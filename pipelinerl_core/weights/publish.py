@@ -13,7 +13,7 @@ from pipelinerl_core.storage.digests import entry_of
 from pipelinerl_core.types import FileEntry, WeightDelta, WeightManifest
 from pipelinerl_core.weights.delta import encode_delta
 from pipelinerl_core.weights.files import Snapshot
-from pipelinerl_core.weights.memory import SHM_ROOT, Region, SharedFiles, private_memory
+from pipelinerl_core.weights.memory import SHM_ROOT, PrivateMemory, Region, SharedFiles
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ class WeightPublisher:
         """With deltas: the newest version that was stored whole, and its file; the name is its key."""
         self._epoch = epoch
         self._shared = SharedFiles(run_id) if use_shm else None
+        self._private = PrivateMemory()
         self._host = socket.gethostname()
         self._published: deque[Snapshot] = deque(maxlen=_HELD_VERSIONS)
 
@@ -50,7 +51,7 @@ class WeightPublisher:
                     "%s cannot hold the weights (%s): they go through %s. Make it larger, e.g. by docker run "
                     "--shm-size; `pipelinerl doctor` says how large", SHM_ROOT, error.strerror, self._store.url,
                 )  # fmt: skip
-        return private_memory(size)
+        return self._private.allocate(size)
 
     def publish(
         self,

@@ -264,38 +264,41 @@ class VLLMCore:
         """In a pause: load a verified safetensors file; tokens sampled afterwards have `version`."""
         await self._update({"path": path}, version)
 
-    async def receive_weights(self, layout: Sequence[TensorMeta], version: int) -> None:
-        """In a pause: load the trainer's broadcast; tokens sampled afterwards have `version`."""
+    async def receive_weights(self, layout: Sequence[TensorMeta], version: int, seconds: float) -> None:
+        """In a pause: load the trainer's broadcast; tokens sampled afterwards have `version`.
+
+        seconds: limit of the transfer. NCCL has none: if another member is gone, the workers wait for ever.
+        """
         info = {
             "names": [meta.name for meta in layout],
             "dtype_names": [meta.dtype for meta in layout],
             "shapes": [list(meta.shape) for meta in layout],
         }
-        await self._update(info, version)
+        await self._update(info, version, seconds)
 
-    async def _update(self, info: dict[str, Any], version: int) -> None:
+    async def _update(self, info: dict[str, Any], version: int, seconds: float = _CALL_SECONDS) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._call(self.llm.start_weight_update())
-        await self._call(self.llm.update_weights(WeightTransferUpdateRequest(update_info=info)))
+        await self._call(self.llm.update_weights(WeightTransferUpdateRequest(update_info=info)), seconds)
         await self._call(self.llm.finish_weight_update(str(version)))
 
     async def set_version(self, version: int) -> None:
         """Tokens sampled from here on have `version`."""
         await self._call(self.llm.update_weight_version(str(version)))
 
-    async def _call(self, call: Coroutine[Any, Any, Any]) -> None:
+    async def _call(self, call: Coroutine[Any, Any, Any], seconds: float = _CALL_SECONDS) -> None:
         """Await one of vLLM's calls, which may never return if the engine core dies. Raises CoreDied, EngineError."""
         name = getattr(call, "__qualname__", "a call").rpartition(".")[2]
         task = asyncio.ensure_future(call)
-        deadline = time.monotonic() + _CALL_SECONDS
+        deadline = time.monotonic() + seconds
         try:
             while not task.done() and not self.is_dead and time.monotonic() < deadline:
                 await asyncio.wait({task}, timeout=_POLL_SECONDS)
         finally:
             task.cancel()
         if not task.done() and not self.is_dead:
-            raise EngineError(f"vLLM: no answer to {name} within {_CALL_SECONDS:g} s")
+            raise EngineError(f"vLLM: no answer to {name} within {seconds:g} s")
         error = task.exception() if task.done() and not task.cancelled() else None
         if self.is_dead:
             raise CoreDied(f"vLLM's engine core died: {error or f'no answer to {name}'}")

@@ -202,7 +202,8 @@ class CoreKeeper:
         if path is not None:
             await self.core.load_weights(str(path), version)
         elif self.group is not None:
-            await self.core.receive_weights(self.group.layout, version)
+            # Each member waits for the others to join, and then for the transfer.
+            await self.core.receive_weights(self.group.layout, version, 2 * self.group.deadline_seconds)
             self._num_received += 1
         else:
             raise EngineError("the engine has left the broadcast group")

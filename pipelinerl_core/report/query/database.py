@@ -190,7 +190,7 @@ class Database:
         thread.start()
         try:
             yield
-        except (KeyboardInterrupt, ConfigError):  # DuckDB tells of an interrupt in two ways
+        except (KeyboardInterrupt, ConfigError, BrokenRecord):  # DuckDB tells of an interrupt in three ways
             if not is_late.is_set():
                 raise
             raise TooSlow(f"the statement takes longer than {seconds:.0f} s: ask for fewer steps") from None

@@ -67,6 +67,18 @@ def test_a_set_has_the_prompts_of_the_run_but_for_its_own_keys():
     hub = load_config("quickstart", ["prompts.kind=huggingface", "prompts.path=a/b", *sets])
     assert hub.with_set("test").prompts.held_out_split == "test"
     assert hub.with_set("c").prompts.held_out_split == "train"
+    own = ["prompts.held_out_split=validation", "eval.sets.hard.config_name=hard", *sets]
+    hub = load_config("quickstart", ["prompts.kind=huggingface", "prompts.path=a/b", *own])
+    assert [hub.with_set(name).prompts.held_out_split for name in ("test", "c", "hard")] == [
+        "test", "validation", "validation"
+    ]  # fmt: skip
+
+
+def test_a_part_of_a_mixture_has_no_sets_which_are_of_the_run():
+    sets = ["prompts.kind=file", "prompts.path=own.jsonl", "eval.sets.hard.path=hard.jsonl"]
+    config = load_config("quickstart", [*sets, "mixture.own.weight=1", 'mixture.sums.prompts={kind="sums"}'])
+    assert all(not part.eval.sets for part in config.parts.values())
+    assert config.with_set("hard").prompts.path == "hard.jsonl"
 
 
 @pytest.mark.parametrize(

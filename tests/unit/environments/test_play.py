@@ -58,6 +58,27 @@ def test_an_episode_of_two_turns_is_scored_and_each_turn_asks_with_new_messages_
     ]
 
 
+def test_other_tools_begin_a_branch_because_they_stand_before_the_first_turn():
+    code = """
+class Env:
+    weights = {"done": 1.0}
+
+    async def play(self, task, ask, seed):
+        messages = [{"role": "user", "content": "plan"}]
+        for tools in ([], [{"name": "look"}], [], [{"name": "look"}], [{"name": "other"}]):
+            reply = await ask(messages, tools=tools)
+            messages += [reply.message, {"role": "user", "content": "on"}]
+
+    def score(self, task, transcript):
+        return {"done": 1.0}
+"""
+
+    host = ScriptedHost(*"abcde")
+    played(code, host)
+    assert host.followed == [-1, -1, 1, 2, -1]
+    assert [len(messages) for messages, _ in host.asked] == [1, 3, 1, 1, 9]
+
+
 def test_messages_and_tools_keep_the_order_of_their_keys():
     code = """
 class Env:

@@ -201,6 +201,12 @@ def test_a_function_that_names_the_text_gets_a_column_of_the_name_that_trl_and_v
     assert load(code)("four", {**ROW, "completions": "abc", "solution_str": "de"}) == 5.0
 
 
+def test_functions_of_one_file_share_its_module():
+    code = "seen = {}\ndef a(text): return seen.setdefault('a', 1.0)\ndef b(text): return seen.get('a', 0.0)\n"
+    spec = FunctionSpec(function="shared.py:a,b", code=code, weights={}, has_network=False)
+    assert RewardFunctions(asdict(spec))("4", ROW).values == {"a": 1.0, "b": 1.0}
+
+
 def test_a_function_of_verl_gets_the_reference_of_the_row():
     code = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -210,6 +216,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     score = load(code, "compute_score")
     assert score("four: 4", {**row, "extra_info": {"index": 0}}) == 1.0
     assert score("four: 4", {**row, "extra_info": {"index": 1}}) == 0.0
+    assert score("it is none", {**row, "reward_model": {"ground_truth": None}}) == 1.0
     del row["reward_model"]
     assert score("it is none", row) == 1.0
 

@@ -203,6 +203,7 @@ def test_the_tail_is_the_last_lines_and_reads_only_the_end_of_the_file(tmp_path,
     write(tmp_path / "hub.log", 1000)
     assert [line[-6:] for line in tail(tmp_path / "hub.log", 2)] == ["000998", "000999"]
     assert tail(tmp_path / "hub.log", 0) == []
+    assert tail(tmp_path / "removed.log", 5) == []
 
 
 def test_following_gives_whole_lines_through_a_cut_and_new_logs(tmp_path, monkeypatch):

@@ -219,6 +219,23 @@ def test_losing_mlflow_later_is_warned_of_once_and_made_up_for(uri, monkeypatch,
     assert sorted(history(tracker, "x")) == [(1, 1.0), (2, 2.0)]
 
 
+def test_samples_of_the_machine_without_room_are_left_out_and_the_run_ends_as_finished(uri, monkeypatch, caplog):
+    monkeypatch.setattr(tracking, "_FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr(tracking, "_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(tracking, "SAMPLE_SECONDS", 0.0)
+    asked = []
+    tracker = MlflowTracker(uri, "e", "room", machine=lambda: asked.append(1) or {"system/x": 1.0})
+    wait_for(lambda: asked, "a sample")
+    back = be_away(tracker, monkeypatch, "log_batch")
+    monkeypatch.setattr(type(tracker), "room", property(lambda self: 0))
+    num_asked, num_failures = len(asked), tracker.num_failures
+    wait_for(lambda: tracker.num_failures >= num_failures + 3, "an outage")
+    assert len(asked) <= num_asked + 1
+    back()
+    tracker.close()
+    assert (tracker.num_lost, tracker._client.get_run(tracker.run_id).info.status) == (0, "FINISHED")
+
+
 def be_away(tracker, monkeypatch, *names):
     """The server is away; returns what brings it back."""
     real = {name: getattr(tracker._client, name) for name in names}

@@ -18,13 +18,28 @@ from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject
 from pipelinerl_core.storage.digests import entry_of, verify
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.weights.files import parse
-from pipelinerl_core.weights.memory import SharedFiles, open_shared, shm_directory
+from pipelinerl_core.weights.memory import PrivateMemory, SharedFiles, open_shared, shm_directory
 from pipelinerl_core.weights.publish import WeightPublisher
 from pipelinerl_core.weights.staging import staging_directory
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.models import file_of, publish
 
 WEIGHTS = {"b.weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "a.bias": torch.tensor([0.5])}
+
+
+def test_private_memory_is_used_again_after_its_last_tensor():
+    memory = PrivateMemory()
+    region = memory.allocate(4096)
+    tensor = torch.frombuffer(region.buffer, dtype=torch.uint8)
+    address = tensor.data_ptr()
+    del region
+    other = torch.frombuffer(memory.allocate(4096).buffer, dtype=torch.uint8)
+    assert other.data_ptr() != address, "the first is still used"
+    del tensor
+    again = torch.frombuffer(memory.allocate(4096).buffer, dtype=torch.uint8)
+    assert again.data_ptr() == address
+    del again
+    assert len(memory.allocate(8192).buffer) == 8192
 
 
 def valued(value):
