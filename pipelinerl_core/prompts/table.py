@@ -62,10 +62,9 @@ class Rows:
                 raise ConfigError(f"row {row} of {records.origin} has an empty prompt. Remove such rows")
             self.ids.append(prompt_id(name, text))
             names = [column for _, column in self._template if column is not None]
-            self.questions.append(
-                text_hash("\0".join(value for _, value in sorted(set(zip(names, columns, strict=True)))))
-            )
-            self.values.append(text_hash("\0".join(sorted(columns))))
+            values = [value for _, value in sorted(set(zip(names, columns, strict=True)))]
+            self.questions.append(text_hash("\0".join(values)))
+            self.values.append(text_hash("\0".join(sorted(values))))
             if section.template:
                 self.texts.append(text_hash(text))
             answer = self._answer(row, record)

@@ -160,6 +160,16 @@ def test_the_same_columns_in_another_order_or_number_are_the_same_problem(tmp_pa
     assert not trained & {row["q"] for row in rows[:30]}
 
 
+def test_the_same_values_under_other_names_of_columns_are_the_same_problem(tmp_path):
+    rows = [{"premise": f"Text {number}", "hypothesis": f"Claim {number}", "answer": "1"} for number in range(60)]
+    training = write(tmp_path / "rows.jsonl", rows)
+    others = [{"one": row["premise"], "two": row["hypothesis"], "answer": "1"} for row in rows[:30]]
+    sets = {"hard": {"path": write(tmp_path / "set.jsonl", others), "template": "{one} => {two}? Say yes or no."}}
+    config = configured({"path": training, "template": "{premise} => {hypothesis}?"}, eval={"sets": sets})
+    source = build_source(config)
+    assert not {source.prompt(index).task["premise"] for index in range(60)} & {row["premise"] for row in rows[:30]}
+
+
 def test_a_missing_column_counts_as_a_null_column(tmp_path):
     rows = [{"q": f"Question {number}", "ctx": f"Text {number} ", "answer": "1"} for number in range(40)]
     training = write(tmp_path / "rows.jsonl", rows)
