@@ -48,7 +48,8 @@ def step(learner, packs, watch):
     for index, pack in enumerate(packs):
         learner._engine.set_gradient_accumulation_boundary(index == len(packs) - 1)
         with watch() as mode:
-            learner._engine.backward(learner._forward(pack, sums), scale_wrt_gas=False)
+            loss, _ = learner._forward(pack, sums)
+            learner._engine.backward(loss, scale_wrt_gas=False)
         assert mode is None or len(mode.seen) > 300  # forward and backward
     learner._apply(1e-4)
 
