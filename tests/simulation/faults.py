@@ -219,7 +219,10 @@ def collect_garbage(run: "Simulation", rng: random.Random) -> str:
     def collect_all(store: SimulatedStore) -> None:
         for _ in range(2):  # the second call removes what the first call has noted
             is_live = HubWatch(store).find_live() is not None
-            collect(store, run.config, with_rollouts=with_rollouts, dry_run=False, is_live=is_live)
+            try:
+                collect(store, run.config, with_rollouts=with_rollouts, dry_run=False, is_live=is_live)
+            finally:  # the run may have ended since this command began
+                run.note_collection(with_rollouts=with_rollouts)
             run.world.sleep(0.5)
 
     run.command("gc", collect_all)
