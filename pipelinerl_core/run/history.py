@@ -135,12 +135,15 @@ def lost_commits(keys: Iterable[str], epochs: Iterable[EpochRecord]) -> list[str
     """
     known, trainers = list(keys), [record for record in epochs if record.role == "trainer"]
     lineage, counted = _lineage(trainers), set(counting(known, trainers).values())
+    newest = max(trainers, key=lambda record: record.epoch, default=None)
     steps: dict[tuple[int, str], list[int]] = {}
     for step, epoch in sorted(parse_commit_key(key) for key in known if key not in counted):
         later = [record for record in lineage if record.epoch > epoch and record.adopted_through < step]
         reason = f"no epoch adopted epoch {epoch}"
         if later:  # the newest epoch is the first
             reason = f"epoch {later[-1].epoch} adopted only steps through {later[-1].adopted_through}"
+        elif newest is not None and newest.is_claim and lineage and lineage[0].epoch == epoch:
+            reason = f"epoch {newest.epoch} has not adopted them. If it has ended, the next start adopts them"
         if not any(record.accepts_loss and record.epoch > epoch for record in lineage):
             steps.setdefault((epoch, reason), []).append(step)
     return [

@@ -49,7 +49,7 @@ from pipelinerl_core.rollouts.player import SingleTurns, TextCodec
 from pipelinerl_core.run import compaction, history, hub_status
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.evaluations import SCHEDULED
-from pipelinerl_core.run.history import is_complete
+from pipelinerl_core.run.history import is_complete, read_epochs
 from pipelinerl_core.run.records import CONTROL_KEY, RUN_KEY
 from pipelinerl_core.supervision.run_roles import is_over
 from pipelinerl_core.telemetry.metrics import METRICS
@@ -361,10 +361,16 @@ class Simulation:
 
     @property
     def must_resume(self) -> bool:
-        """Whether a drain was requested before the last step was committed, or the user wants more steps."""
+        """Whether a drain was requested before the last step was committed, the user wants more steps, or a trainer on
+        another host, whose flow would start it again, has failed between its claim and its adoption of the last steps.
+        """
         is_first = self.config.trainer.steps < self.settings.config.trainer.steps
         is_drained = CONTROL_KEY in self.disk.objects
-        return (is_drained or is_first) and not is_complete(self.whole.store, self.settings.config.trainer.steps)
+        trainers = [record for record in read_epochs(self.whole.store) if record.role == "trainer"]
+        is_claimed = bool(trainers) and trainers[-1].is_claim
+        return (is_drained or is_first or is_claimed) and not is_complete(
+            self.whole.store, self.settings.config.trainer.steps
+        )
 
     @property
     def is_over(self) -> bool:

@@ -191,6 +191,17 @@ def test_the_audit_fails_if_a_takeover_left_out_more_commits_than_a_fenced_train
     collect(run, small_config(), with_rollouts=True, dry_run=False)
 
 
+def test_commits_that_a_claim_holds_back_are_adopted_by_the_next_start(run):
+    """A trainer that listed them before a long stall has claimed the run after the last step, and failed."""
+    put_epoch(run, 3, parent=2, adopted_through=STEPS - 4, is_claim=True)
+    assert lost_commits(run.list("commits"), read_epochs(run)) == [
+        "4 commits of epoch 2 do not count, steps 19 to 22: epoch 3 has not adopted them. If it has ended, the next "
+        "start adopts them"
+    ]
+    assert max(take_over(run)[1]) == STEPS
+    assert lost_commits(run.list("commits"), read_epochs(run)) == []
+
+
 def test_commits_of_an_epoch_that_nobody_adopted_are_named(run):
     put_epoch(run, 3, parent=2, adopted_through=STEPS)
     put_epoch(run, 4, parent=2, adopted_through=STEPS)
