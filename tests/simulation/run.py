@@ -361,9 +361,9 @@ class Simulation:
 
     @property
     def must_resume(self) -> bool:
-        """Whether a drain was requested before the last step was committed, the user wants more steps, or a trainer on
-        another host, whose flow would start it again, has failed between its claim and its adoption of the last steps.
-        """
+        """Whether a drain was requested before the last step was committed, the user wants more steps, or a trainer
+        on another host, whose flow would start it again, has failed between its claim and its adoption of the last
+        steps."""
         is_first = self.config.trainer.steps < self.settings.config.trainer.steps
         is_drained = CONTROL_KEY in self.disk.objects
         trainers = [record for record in read_epochs(self.whole.store) if record.role == "trainer"]
