@@ -24,4 +24,4 @@ def evaluate(run: Run = "latest", version: Version = "last", root: Root = "") ->
     The result of each version is also written to evals/<version>.json.
     """
     records = run_evaluation(open_run(locate_run(run, root)), version, Event())
-    return [record.model_dump(mode="json") for record in records or ()]
+    return [record.document() for record in records or ()]

@@ -79,13 +79,17 @@ def check_prefect(url: str) -> None:
     try:  # the health page needs no login
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:
             client.read_work_pools(limit=1)
+    except (httpx.TransportError, RuntimeError) as error:
+        raise ConfigError(
+            f"PREFECT_API_URL={redact_text(url)}: {redact_text(str(error) or type(error).__name__)}"
+        ) from None
     except httpx.HTTPStatusError as error:
         answered = f"{error.response.status_code} {error.response.reason_phrase}"
         if error.response.status_code not in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             raise ConfigError(f"PREFECT_API_URL={redact_text(url)}: the server answered {answered}") from None
         raise ConfigError(
             f"PREFECT_API_URL={redact_text(url)}: the server refuses the login ({answered}). Set "
-            "PREFECT_API_AUTH_STRING"
+            "PREFECT_API_AUTH_STRING, or PREFECT_API_KEY for Prefect Cloud"
         ) from None
 
 

@@ -119,9 +119,8 @@ class HuggingFacePrompts(RowPrompts):
     is held out."""
 
     def held_out_in(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        if "split" in changes or (not self.held_out_split and changes.keys() & {"path", "config_name"}):
-            return {"held_out_split": self.split}
-        return {}
+        is_other = changes.keys() & {"path", "split"} or ("config_name" in changes and not self.held_out_split)
+        return {"held_out_split": self.split} if is_other else {}
 
 
 PromptsConfig = Annotated[

@@ -167,8 +167,12 @@ def _eval_problem(config: Settings) -> str | None:
 
 
 def _suits_no_environment(of_set: Settings, config: Settings) -> bool:
-    """An environment plays either rows or tasks of its own, except for the code exercises, which have both."""
-    has_both = config.environment.path in ("", CodeEnvironment().path)
+    """A builtin environment plays either rows or tasks of its own, except for the code exercises, which have both.
+
+    A class of the user may play both.
+    """
+    path = config.environment.path
+    has_both = not path.startswith("builtin:") or path == CodeEnvironment().path
     is_other = of_set.prompts.from_environment != config.prompts.from_environment
     return is_other and not has_both and of_set.environment == config.environment and not config.mixture
 

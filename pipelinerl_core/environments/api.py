@@ -83,7 +83,8 @@ class Ask:
         """once: values that an earlier start of this episode has recorded."""
         self._port = port
         self._recorded = dict(once)
-        self._turns: dict[bytes, int] = {}  # digest of a history that ends with a turn of the model -> the turn
+        # (digest of a history that ends with a turn of the model, its tools or "" for any) -> the newest such turn
+        self._turns: dict[tuple[bytes, str], int] = {}
         self._tools: list[str] = []  # of each turn, as its context shows them
         self._is_waiting = False
         self._is_spent = False
@@ -111,10 +112,8 @@ class Ask:
             raise AskError("ask was called after an error of ask")
         messages, tools = list(messages), list(tools)
         history = [self._text(message, f"messages[{index}]") for index, message in enumerate(messages)]
-        num_known, after = self._known_messages(history)
         tools_text = self._tools_text(tools)
-        if after >= 0 and tools and tools_text != self._tools[after]:  # they stand before the first turn
-            num_known, after = 0, -1
+        num_known, after = self._known_messages(history, tools_text if tools else "")
         new = _json_list(messages[num_known:])
         if self._is_spent:
             raise BudgetSpent
@@ -132,8 +131,9 @@ class Ask:
         if reply is None:
             self._is_spent = True
             raise BudgetSpent
-        self._turns[history_digest([*history, json_text(reply.message)])] = self.num_turns
         self._tools.append(tools_text if after < 0 else self._tools[after])
+        digest = history_digest([*history, json_text(reply.message)])
+        self._turns |= dict.fromkeys([(digest, self._tools[-1]), (digest, "")], self.num_turns)
         self.num_turns += 1
         return reply
 
@@ -177,12 +177,15 @@ class Ask:
         """Refuse all further calls."""
         self._is_closed = True
 
-    def _known_messages(self, history: list[str]) -> tuple[int, int]:
-        """The length of the longest known history that the given one continues, and its last turn, or -1."""
+    def _known_messages(self, history: list[str], tools: str) -> tuple[int, int]:
+        """The length of the longest known history that the given one continues, and its last turn, or -1.
+
+        tools: of the history, which stand before its first turn; "": any.
+        """
         num_known, after = 0, -1
         for num, digest in enumerate(accumulate(history, extended, initial=_NO_MESSAGES)):
-            if digest in self._turns:
-                num_known, after = num, self._turns[digest]
+            if (digest, tools) in self._turns:
+                num_known, after = num, self._turns[digest, tools]
         if num_known == len(history):
             raise self._misused("ask was called without a new message")
         return num_known, after

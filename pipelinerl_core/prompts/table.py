@@ -162,8 +162,8 @@ class Rows:
             close = difflib.get_close_matches(column, names, n=1)
             if len(names) == 1 and any(mark in names[0] for mark in ";\t|"):
                 raise ConfigError(
-                    f"{setting}: {origin} has one column, {names[0]!r}. Separate columns by commas, "
-                    "in a .tsv file by tabs"
+                    f"{setting}: {origin} has one column, {names[0]!r}. Separate columns by commas, semicolons or "
+                    "tabs, in a .tsv file by tabs"
                 )
             nearest = f"; did you mean {close[0]}?" if close else f". Name one of these in {key.partition(':')[0]}"
             raise ConfigError(f"{setting}: no such column in {origin} ({', '.join(names)}){nearest}")

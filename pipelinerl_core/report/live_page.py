@@ -177,7 +177,9 @@ class LivePage:
         """The page; rendered again after new commits, within PAGE_SHARE of the time."""
         status = self.status()
         with self._page_lock:  # a long rendering holds back neither status nor metrics
-            if not self._body or self._page != status["page"]:
+            # A request may have waited for the rendering of another request.
+            is_due = time.monotonic() >= self._next_page_at or status["state"] != "running"
+            if not self._body or (self._page != status["page"] and is_due):
                 begun = time.monotonic()
                 self._body = page_of(self._store, collect(self._store, self._cache), self._decode, has_browser=True)
                 self._page = status["page"]

@@ -18,7 +18,7 @@ class Evaluation:
 
     score: Callable[[], float]
     lowest: float = 0.0
-    """Reward of a wrong answer, also if the evaluation exceeds its deadline or its process dies."""
+    """Reward of a wrong answer, also if the evaluation's process dies."""
     highest: float = 1.0
     """Rewards outside of lowest..highest count as forged by the text."""
 

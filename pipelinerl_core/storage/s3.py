@@ -278,6 +278,9 @@ class S3Store:
         try:
             for _ in threads.map(self._delete, keys):
                 pass
+        except RuntimeError:  # the interpreter ends, and begins no thread any more
+            for key in keys:
+                self._delete(key)
         finally:
             threads.shutdown(cancel_futures=True)
 

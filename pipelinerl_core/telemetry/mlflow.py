@@ -179,9 +179,9 @@ class MlflowTracker:
         self.num_lost = 0
         """Metrics dropped because of an outage of MLflow."""
         self.num_failures = 0
+        """Failed attempts to write."""
         self._is_away = False
         """The newest request has failed."""
-        """Failed attempts to write."""
         self._lost_at: int | None = None
         self._began = 0.0
         self._tables: list[dict[str, str]] = []

@@ -86,7 +86,11 @@ def _lines(run: RunContext, version: int, base: Path) -> Iterator[str]:
 def _results(run: RunContext, version: int) -> Iterator[str]:
     follower = RunFollower(run.store)
     follower.refresh()
-    evals = [record for record in follower.evals.values() if record.version <= version]
+    evals = [
+        record
+        for record in follower.evals.values()
+        if record.version <= version and record.known_accuracy is not None
+    ]
     if evals:
         yield from ("| version | mean reward of held-out prompts | 95 % interval | prompts |", "|---|---|---|---|")
         for record in evals:

@@ -6,7 +6,8 @@ from typing import Any
 
 _MARKED = re.compile(r"\\boxed|\$|\\\(|\\\[|####")
 """Where math-verify finds LaTeX, or a solution of GSM8K has its answer."""
-_PROSE = re.compile(r"[A-Za-z]{3,} | [A-Za-z]{3,}")
+_UNITS = re.compile(r"[A-Za-z]{3,} | [A-Za-z]{3,}|\d\s+[A-Za-z0-9(]|[A-Za-z]/[A-Za-z]|[°€£]|:\s")
+"""Of prose and of numbers with a unit, of which the library reads the number."""
 
 
 class Math:
@@ -46,8 +47,10 @@ class Math:
 
     def _reference(self, answer: str) -> list[Any]:
         """Without marks, the library would take the 2 of 2\\pi for the answer, and read no \\sqrt{2}."""
-        is_bare = not _MARKED.search(answer) and ("\\" in answer or not _PROSE.search(answer))
-        return (self._parsed(f"\\boxed{{{answer}}}") if is_bare else []) or self._parsed(answer)
+        is_bare = not _MARKED.search(answer) and ("\\" in answer or not _UNITS.search(answer))
+        forms = [answer, f"\\boxed{{{answer}}}"]
+        parsed = (self._parsed(form) for form in (reversed(forms) if is_bare else forms))
+        return next(filter(None, parsed), [])
 
     def _parsed(self, text: str) -> list[Any]:
         # The library's own time limits use SIGALRM, which this process uses for environment.call_seconds.

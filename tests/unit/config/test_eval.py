@@ -70,7 +70,7 @@ def test_a_set_has_the_prompts_of_the_run_but_for_its_own_keys():
     own = ["prompts.held_out_split=validation", "eval.sets.hard.config_name=hard", *sets]
     hub = load_config("quickstart", ["prompts.kind=huggingface", "prompts.path=a/b", *own])
     assert [hub.with_set(name).prompts.held_out_split for name in ("test", "c", "hard")] == [
-        "test", "validation", "validation"
+        "test", "train", "validation"
     ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Environments that ship, played by hand."""
 
 import asyncio
+import re
 
 import pytest
 
@@ -91,6 +92,31 @@ def test_an_answer_in_bare_latex_is_read_whole(answer, wrong):
 def test_an_answer_without_an_expression_is_an_error_and_no_zero():
     with pytest.raises(ValueError, match="has no expression"):
         Math().score({"answer": ""}, "1")
+    assert Math().score({"answer": "no solution"}, "1")["correct"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "1 000",
+        "12 345",
+        "12 in",
+        "16 cm^2",
+        "25 km/h",
+        "25km/h",
+        "9.8 m/s^2",
+        "3 L",
+        "90°",
+        "€5",
+        "C: 12",
+        "12 (twelve)",
+    ],
+)
+def test_the_number_of_an_answer_with_a_unit_or_in_prose_is_read(answer):
+    number = {"1 000": "1000", "12 345": "12345", "90°": "90", "€5": "5", "C: 12": "12"}
+    reply = number.get(answer, re.match(r"[\d.]*", answer)[0])
+    assert Math().score({"answer": answer}, rf"\boxed{{{reply}}}")["correct"] == 1.0
+    assert Math().score({"answer": answer}, r"\boxed{0}")["correct"] == 0.0
 
 
 def test_mathematics_is_compared_by_value_and_a_hostile_reply_is_interrupted():

@@ -78,6 +78,23 @@ class Env:
     assert host.followed == [-1, -1, 1, 2, -1]
     assert [len(messages) for messages, _ in host.asked] == [1, 3, 1, 1, 9]
 
+    twins = """
+class Env:
+    weights = {"done": 1.0}
+
+    async def play(self, task, ask, seed):
+        first = [{"role": "user", "content": "plan"}]
+        for tools in ([{"name": "a"}], [{"name": "b"}]):
+            reply = await ask(first, tools=tools)
+        await ask([*first, reply.message, {"role": "user", "content": "on"}], tools=[{"name": "a"}])
+
+    def score(self, task, transcript):
+        return {"done": 1.0}
+"""
+    host = ScriptedHost(*"ssx")  # equal replies to equal messages under other tools
+    played(twins, host)
+    assert host.followed == [-1, -1, 0]
+
 
 def test_messages_and_tools_keep_the_order_of_their_keys():
     code = """
