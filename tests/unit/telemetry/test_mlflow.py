@@ -227,6 +227,7 @@ def test_samples_of_the_machine_without_room_are_left_out_and_the_run_ends_as_fi
     tracker = MlflowTracker(uri, "e", "room", machine=lambda: asked.append(1) or {"system/x": 1.0})
     wait_for(lambda: asked, "a sample")
     back = be_away(tracker, monkeypatch, "log_batch")
+    tracker.log(1, {"x": 1.0})  # what cannot be written
     monkeypatch.setattr(type(tracker), "room", property(lambda self: 0))
     num_asked, num_failures = len(asked), tracker.num_failures
     wait_for(lambda: tracker.num_failures >= num_failures + 3, "an outage")
