@@ -472,7 +472,7 @@ class RunRoles:
     def stop(self, *, keep_evaluator: bool = False) -> None:
         """Stop all roles: actors and trainer, which need the hub until then, then the hub. Raises no error of a role.
 
-        keep_evaluator: the evaluator, which needs no other role, goes on, and evaluations may follow.
+        keep_evaluator: the evaluator goes on, because it needs no other role; the caller may begin evaluations.
 
         A second Ctrl-C ends the wait for actors and trainer, a third Ctrl-C the wait for all roles. All roles receive
         the request to stop even then, because the flow waits for the threads that supervise them.

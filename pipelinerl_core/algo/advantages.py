@@ -53,9 +53,8 @@ def standardized(rewards: Sequence[float]) -> list[float]:
 def max_likelihood(rewards: Sequence[float]) -> list[float]:
     """A_i = (r_i - mean) / mean (MaxRL, arXiv:2602.02710); 0 for a group with a mean of 0 or a reward below 0.
 
-    For rewards of 0 and 1 and a growing group, the expected gradient approaches the
-    gradient of log(success rate), instead of the gradient of the success rate: prompts that are rarely solved weigh
-    more.
+    For rewards of 0 and 1 and a growing group, the expected gradient approaches the gradient of log(success rate),
+    instead of the gradient of the success rate: prompts that are rarely solved weigh more.
 
     Example: [1, 0, 0, 0] has the mean 1/4 -> [3, -1, -1, -1].
     """

@@ -124,7 +124,9 @@ def plan_comparison(wanted: Wanted) -> Plan:
     if wanted.limit < 1:
         raise ConfigError(f"--limit {wanted.limit}: no run could start. Set --limit 1 or more")
     if not 0 <= wanted.margin <= 1:
-        raise ConfigError(f"--margin {wanted.margin:g}: must be from 0, so that no run stops below the target, to 1")
+        raise ConfigError(
+            f"--margin {wanted.margin:g}: below 0, runs would stop below the target. Set --margin from 0 to 1"
+        )
     if not wanted.budget_minutes > 0:
         raise ConfigError(f"--budget-minutes {wanted.budget_minutes:g}: not above 0. Set --budget-minutes 50")
     seeds = checked_seeds(wanted.seeds)

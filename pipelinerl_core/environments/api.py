@@ -101,8 +101,9 @@ class Ask:
 
         messages: the whole history. A history that continues the previous call's has its messages, reply.message,
         then new messages. Any other history begins a branch of the episode: it continues the history of an earlier
-        call, or is a history of its own, such as a compacted one, that of a sub-agent or one with other tools. tools:
-        function tools as JSON schemas; without tools, those of the history stay. Raises BudgetSpent and AskError.
+        call, or is a history of its own: a compacted history, the history of a sub-agent, a history with other tools.
+        tools: function tools as JSON schemas. A call without tools keeps the tools of its history. Raises BudgetSpent
+        and AskError.
         """
         if self._is_closed:
             raise AskError("ask was called after the end of its episode")

@@ -235,7 +235,7 @@ def _read(store: ObjectStore, record: RunRecord, watch: HubWatch, commits: Commi
     steps = planned_steps(store, record)
     step = last.step if last else 0
     is_over = bool(last and step >= steps)
-    keys = list_keys(store, EVALS_PREFIX)  # also those of other sets of prompts
+    keys = list_keys(store, EVALS_PREFIX)  # of the run's own prompts and of eval.sets
     versions = sorted(version for key in keys if key == eval_key(version := eval_version(key)))
     first, newest = (_accuracy(store, versions[at : at + 1 or None]) for at in (0, -1))
     return ListedRun(

@@ -271,8 +271,9 @@ class S3Store:
 
     def delete(self, keys: Iterable[str]) -> None:
         keys = list(keys)
-        if len(keys) == 1:
-            self._delete(keys[0])
+        if len(keys) < 2:
+            for key in keys:
+                self._delete(key)
             return
         threads = ThreadPoolExecutor(PARALLEL_DELETES, "s3-delete")  # not all servers delete several per request
         try:

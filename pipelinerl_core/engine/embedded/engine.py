@@ -1,8 +1,8 @@
 """The embedded engine: a transformers decoder over a fixed number of slots, on one thread of one event loop.
 
 One loop admits, decodes, samples, stamps and retires sequences, and yields to the event loop between two steps. A
-step is a plain function, so other coroutines run only between two steps: a swap needs neither a lock nor
-a pause protocol. While keys are computed again, other coroutines run but no step. An idle engine has no task.
+step is a plain function, so other coroutines run only between two steps: a swap needs neither a lock nor a pause
+protocol. While keys are computed again, other coroutines run but no step. An idle engine has no task.
 """
 
 import asyncio

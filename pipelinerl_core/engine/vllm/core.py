@@ -267,7 +267,8 @@ class VLLMCore:
     async def receive_weights(self, layout: Sequence[TensorMeta], version: int, seconds: float) -> None:
         """In a pause: load the trainer's broadcast; tokens sampled afterwards have `version`.
 
-        seconds: limit of the transfer. NCCL has none: if another member is gone, the workers wait for ever.
+        seconds: limit of the transfer. NCCL has no limit: if another member has ended, the workers would wait without
+        end.
         """
         info = {
             "names": [meta.name for meta in layout],
